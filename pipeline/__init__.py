@@ -1,0 +1,1 @@
+"""The framework: stages, graph, plan, runners, placement. It knows no reinforcement learning."""

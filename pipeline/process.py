@@ -1,0 +1,270 @@
+"""Child processes of our own: killable, gone with their parent, and fed through anonymous shared memory.
+
+A message is a pickle (protocol 5) on a Unix socket; the arrays in it travel out of band in one sealed
+memfd, whose descriptor is passed along (SCM_RIGHTS). Such memory has no name: nothing can be left in
+/dev/shm, whoever dies when, and no other user can open it. The receiver maps it read-only, without a copy.
+Linux only. Both ends are this program; nothing foreign is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+_HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of out-of-band buffers
+_ALIGN = 64
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_BOOT = "import sys; from pipeline.process import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+class ChildDied(RuntimeError):
+    """The other process is gone; the message says how it ended."""
+
+
+class RemoteError(RuntimeError):
+    """An exception in a child that could not be pickled itself; the text is its traceback."""
+
+
+class Channel:
+    """One end of a socket pair that carries Python objects."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """BrokenPipeError if the other end is gone."""
+        buffers: list[pickle.PickleBuffer] = []
+        body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        views = [b.raw() for b in buffers]
+        sizes = struct.pack(f"<{len(views)}Q", *(v.nbytes for v in views))
+        header = _HEADER.pack(len(body), len(views))
+        with self._lock:
+            if views:
+                fd = _memfd(views)
+                try:
+                    socket.send_fds(self._sock, [header], [fd])
+                finally:
+                    os.close(fd)
+            else:
+                self._sock.sendall(header)
+            self._sock.sendall(sizes + body)
+
+    def recv(self, timeout: float | None = None) -> Any:
+        """EOFError if the other end is gone, TimeoutError if nothing came within `timeout` seconds."""
+        if timeout is not None and not select.select([self._sock], [], [], max(timeout, 0))[0]:
+            raise TimeoutError
+        header, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, 1)
+        header += self._exactly(_HEADER.size - len(header))
+        size, count = _HEADER.unpack(header)
+        sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
+        body = self._exactly(size)
+        return pickle.loads(body, buffers=_map(fds[0], sizes) if count else [])
+
+    def _exactly(self, size: int) -> bytes:
+        out = bytearray()
+        while len(out) < size:
+            part = self._sock.recv(min(size - len(out), 1 << 20))
+            if not part:
+                raise EOFError("the other process closed the connection")
+            out += part
+        return bytes(out)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _memfd(views: list[memoryview]) -> int:
+    fd = os.memfd_create("headrace", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for v in views:
+            os.lseek(fd, -(-os.lseek(fd, 0, os.SEEK_CUR) // _ALIGN) * _ALIGN, os.SEEK_SET)
+            rest = v
+            while rest.nbytes:
+                rest = rest[os.write(fd, rest) :]
+        os.ftruncate(fd, max(os.lseek(fd, 0, os.SEEK_CUR), 1))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # a mapping that cannot shrink cannot raise SIGBUS
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _map(fd: int, sizes: tuple[int, ...]) -> list[memoryview]:
+    try:
+        whole = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+    finally:
+        os.close(fd)
+    out, at = [], 0
+    for size in sizes:
+        at = -(-at // _ALIGN) * _ALIGN
+        out.append(whole[at : at + size])
+        at += size
+    return out
+
+
+# The kernel's parent-death signal fires when the *thread* that started the child ends, so all children are
+# started by one thread that lives as long as the process.
+_spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
+
+
+class Child:
+    """A process that builds `target(*args)` and answers calls of its methods, one at a time.
+
+    If this process dies, however it dies, the kernel kills the child.
+    """
+
+    def __init__(self, target: Callable[..., Any], *args: Any, name: str, log: Path | None = None, threads: int = 1):
+        ours, theirs = socket.socketpair()
+        self.name = name
+        self._channel = Channel(ours)
+        self._busy = threading.Lock()
+        with theirs, open(log, "ab") if log else contextlib.nullcontext() as out:
+            self._process = _spawner.submit(_start, theirs.fileno(), out, threads).result()
+        self._channel.send((target, args))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Until the object is built; raises what its construction raised."""
+        self._answer(timeout)
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        with self._busy:
+            self._ask(method, args)
+            return self._answer(timeout)[1]
+
+    def stream(self, method: str, *args: Any) -> Iterator[Any]:
+        """Items of a generator method, as they are made."""
+        with self._busy:
+            self._ask(method, args)
+            while (answer := self._answer(None))[0] == "item":
+                yield answer[1]
+
+    def _ask(self, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            self._channel.send((method, args))
+        except OSError as e:
+            raise ChildDied(self._epitaph()) from e
+
+    def post(self, method: str, *args: Any) -> None:
+        """Ask without waiting; `take` receives what comes back."""
+        self._ask(method, args)
+
+    def take(self, timeout: float | None) -> tuple[str, Any]:
+        """The next ('item', x) or ('done', x); TimeoutError, ChildDied, or the child's own exception."""
+        return self._answer(timeout)
+
+    def _answer(self, timeout: float | None) -> tuple[str, Any]:
+        try:
+            kind, value = self._channel.recv(timeout)
+        except (EOFError, ConnectionError) as e:
+            raise ChildDied(self._epitaph()) from e
+        if kind == "error":
+            raise value
+        return kind, value
+
+    def _epitaph(self) -> str:
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+        return f"process '{self.name}' ended {how}"
+
+    def kill(self) -> None:
+        """End the process and its children at once, and reap it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
+
+
+def _start(fd: int, out: Any, threads: int) -> subprocess.Popen[bytes]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-c", _BOOT, str(fd), str(os.getpid())]
+    return subprocess.Popen(command, pass_fds=[fd], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call above
+        os._exit(1)
+
+
+def serve(fd: int, parent: int) -> None:
+    """The main function of a child."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        target, args = channel.recv()
+        try:
+            served = target(*args)
+            channel.send(("done", None))
+        except BaseException as e:
+            channel.send(("error", _portable(e)))
+            return
+        while True:
+            method, args = channel.recv()
+            _serve_one(channel, getattr(served, method), args)
+    except (EOFError, ConnectionError):
+        return
+    finally:
+        sys.stdout.flush()
+
+
+def _serve_one(channel: Channel, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        value = function(*args)
+        if hasattr(value, "__next__"):
+            for item in value:
+                channel.send(("item", item))
+            value = None
+        channel.send(("done", value))
+    except (BrokenPipeError, EOFError):
+        raise
+    except Exception as e:
+        channel.send(("error", _portable(e)))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The exception with its traceback as a note, or a stand-in that pickles."""
+    text = "".join(traceback.format_exception(error))
+    error.__traceback__ = None
+    error.add_note(text)
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RemoteError(text)
+
+
+def wait_gone(pids: list[int], seconds: float) -> list[int]:
+    """Those of the processes that still exist after `seconds`."""
+    deadline = time.monotonic() + seconds
+    alive = list(pids)
+    while alive and time.monotonic() < deadline:
+        alive = [p for p in alive if Path(f"/proc/{p}").exists() and "Z" not in Path(f"/proc/{p}/stat").read_text().split(")")[1][:3]]
+        time.sleep(0.05)
+    return alive

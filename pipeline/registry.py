@@ -1,0 +1,99 @@
+"""Backends by role and name, and their config schemas in Hydra's store.
+
+`@backend("rollout", "hf")` binds a class to the config dataclass that annotates the first parameter of its
+constructor. That dataclass is the only home of defaults; it is stored as `schema/rollout/hf`, and the option
+file `conf/rollout/hf.yaml` extends it. No import path stands in any YAML.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+
+from pipeline.errors import PlanError, Problem
+from pipeline.stage import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One registered backend; `origin` is file:line of the class."""
+
+    role: str
+    name: str
+    cls: type[Part]
+    config: type
+    origin: str
+
+
+_entries: dict[tuple[str, str], Entry] = {}
+
+
+def backend[P: type[Part]](role: str, name: str) -> Callable[[P], P]:
+    """Register a class as backend `name` of `role`. TypeError or ValueError if its shape breaks the contract."""
+
+    def bind(cls: P) -> P:
+        if getattr(cls, "role", None) != role:
+            raise TypeError(f"{cls.__name__} is registered as '{role}' but extends role '{getattr(cls, 'role', None)}'")
+        entry = Entry(role, name, cls, _config_type(cls), f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}")
+        for other in _entries.values():
+            same = (other.role, other.name) == (role, name)
+            if (same or other.config.__name__ == entry.config.__name__) and other.origin != entry.origin:
+                what = f"{role}={name}" if same else f"config class {entry.config.__name__}"
+                raise ValueError(f"{what} is registered twice: {other.origin} and {entry.origin}")
+        cls.backend = name
+        _entries[role, name] = entry
+        ConfigStore.instance().store(group=f"schema/{role}", name=name, node=entry.config, provider=entry.origin)
+        return cls
+
+    return bind
+
+
+def _config_type(cls: type[Part]) -> type:
+    parameters = list(inspect.signature(cls.__init__).parameters)[1:]
+    hints = get_type_hints(cls.__init__)
+    config = hints.get(parameters[0]) if parameters else None
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        raise TypeError(f"the first constructor parameter of {cls.__name__} must be annotated with its config dataclass")
+    return config
+
+
+def entry_of(config: type | None) -> Entry | None:
+    """The backend that a config dataclass belongs to."""
+    return next((e for e in _entries.values() if e.config is config), None)
+
+
+def entries(role: str | None = None) -> list[Entry]:
+    """Registered backends, of one role or all, in order of role and name."""
+    return [e for k, e in sorted(_entries.items()) if role in (None, k[0])]
+
+
+def discover(package: str) -> None:
+    """Import every module of a package, so that its backends register themselves.
+
+    A module that fails to import is reported with its own error, never as "not found".
+    """
+    problems: list[Problem] = []
+
+    def load(name: str) -> Any:
+        try:
+            return importlib.import_module(name)
+        except Exception as e:
+            last = traceback.extract_tb(e.__traceback__)[-1]
+            missing = isinstance(e, ModuleNotFoundError) and e.name == name
+            hint = f"no module of that name on the path" if missing else f"raised at {last.filename}:{last.lineno}"
+            problems.append(Problem(where="plugins", what=f"importing '{name}' failed: {type(e).__name__}: {e}", hint=hint))
+            return None
+
+    root = load(package)
+    for info in pkgutil.walk_packages(getattr(root, "__path__", []), f"{package}.", onerror=lambda _: None):
+        load(info.name)
+    if problems:
+        raise PlanError(problems)

@@ -1,0 +1,167 @@
+"""The contract of a stage, and of the components that stages hold.
+
+A backend is a `Part`: a node of the graph (`Stage`) or a component that a node names as a typed constructor
+parameter (`Component`). `__init__` is cheap and pure, so that a plan can build every part without loading
+anything; `open(ctx)` loads; `close()` always runs, also after a failed `open`.
+
+The methods of a stage are its nodes, and their typed signatures are the only declaration of ports:
+
+- `run(**records) -> Record`    the forward phase; weights do not change.
+- `learn(**records) -> None`    the update phase, after all forwards of a step, in the order of the YAML.
+- `stream(**records)`           yields parts of what `run` would return, as rows finish (capability `streaming`).
+- `publish() -> Snapshot`, `receive(snapshot)`   weights on their way from learner to server. `receive`
+                                returns only when every later row is made with the new weights.
+
+A parameter with a default is an optional port. Numbers a stage measures go to `ctx.meter`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from functools import lru_cache
+from types import UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from pipeline.errors import Problem
+from pipeline.records import Record, Rows, Snapshot
+
+if TYPE_CHECKING:
+    from pipeline.context import Context
+    from pipeline.plan import Facts
+
+Grain = Literal["row", "group", "batch"]
+
+
+def setting(default: Any = MISSING, *, doc: str, min: float | None = None, max: float | None = None, above: float | None = None) -> Any:
+    """A field of a config dataclass: its default, what it means (with unit), and the range that is allowed.
+
+    `min` and `max` are inclusive, `above` is exclusive. A list or dict default is copied for each instance.
+    """
+    meta = {"doc": doc, "min": min, "max": max, "above": above}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+class Part:
+    """What nodes and components have in common."""
+
+    role: ClassVar[str]
+    backend: ClassVar[str]
+    """Filled by the registry."""
+    provides: ClassVar[frozenset[str]] = frozenset()
+    """Capabilities this part offers to the part that holds it or that it holds."""
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Capabilities that a node's components (or, for a component, the node that holds it) must provide."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Python packages and devices that an execution needs: `("torch", "device:cuda")`."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """What others may want to know at plan time, under plain names: `{"samples_per_prompt": 8}`."""
+        return {}
+
+    def check(self, facts: Facts) -> Iterable[Problem]:
+        """Everything that is wrong with this part's settings given the rest; cheap, nothing heavy imported."""
+        return ()
+
+
+class Component(Part):
+    """Held by a node; built once for each holder, wherever the node is placed."""
+
+
+class Stage(Part):
+    """A node of the graph."""
+
+    grain: ClassVar[Grain] = "batch"
+    """The smallest part of a batch that `run` may be given: any rows, whole groups, or all of it."""
+    ctx: Context
+
+    def open(self, ctx: Context) -> None:
+        """Load what the stage needs. Subclasses call `super().open(ctx)` first."""
+        self.ctx = ctx
+
+    def close(self) -> None:
+        """Give everything back; safe to call twice and after a failed `open`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that changes from step to step and is not derived from the step's number; taken at learn barriers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
+
+    def run(self, **records: Any) -> Record:
+        raise TypeError(f"{type(self).__name__} takes no part in the forward phase")
+
+    def learn(self, **records: Any) -> None:
+        raise TypeError(f"{type(self).__name__} does not learn")
+
+    def stream(self, **records: Any) -> Iterator[Rows]:
+        """Parts of what `run` returns, each with whole rows; together all rows, in any order."""
+        out = self.run(**records)
+        if not isinstance(out, Rows):
+            raise TypeError(f"{type(self).__name__}.run returned {type(out).__name__}, which has no rows to stream")
+        yield out
+
+    def publish(self) -> Snapshot:
+        raise TypeError(f"{type(self).__name__} has no weights to publish")
+
+    def receive(self, snapshot: Snapshot) -> None:
+        raise TypeError(f"{type(self).__name__} takes no weights")
+
+    def export(self, folder: str) -> None:
+        """Write what a user keeps of this stage into `folder` at the end of a run; most have nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input of a stage's method, read from its signature."""
+
+    name: str
+    type: type[Record]
+    optional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Inputs and output of one method of a stage class; `output` is None where nothing is returned."""
+
+    inputs: dict[str, Port]
+    output: type[Record] | None
+
+
+def has(cls: type[Stage], method: str) -> bool:
+    """Whether the class (or its role) defines this method itself."""
+    return getattr(cls, method) is not getattr(Stage, method)
+
+
+@lru_cache(maxsize=None)
+def ports(cls: type[Stage], method: Literal["run", "learn"]) -> Ports:
+    """TypeError says which annotation is missing or not a record."""
+    function = getattr(cls, method)
+    hints = get_type_hints(function)
+    inputs: dict[str, Port] = {}
+    for p in list(inspect.signature(function).parameters.values())[1:]:
+        kind = _record_type(hints.get(p.name))
+        if kind is None or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+            raise TypeError(f"{cls.__module__}.{cls.__name__}.{method}: parameter '{p.name}' needs a record type as annotation")
+        inputs[p.name] = Port(p.name, kind, p.default is not p.empty)
+    return Ports(inputs, _record_type(hints.get("return")))
+
+
+def _record_type(hint: Any) -> type[Record] | None:
+    if get_origin(hint) in (Union, UnionType):
+        inner = [a for a in get_args(hint) if a is not type(None)]
+        hint = inner[0] if len(inner) == 1 else None
+    return hint if isinstance(hint, type) and issubclass(hint, Record) else None
+
+
+def component_types(cls: type[Part]) -> dict[str, type[Component]]:
+    """Constructor parameters that are components, by name: the name is the config key, the type is the role."""
+    hints = get_type_hints(cls.__init__)
+    return {n: t for n, t in hints.items() if isinstance(t, type) and issubclass(t, Component)}

@@ -1,0 +1,56 @@
+"""Role `model`: which language model, in which precision; what stages that compute with it hold."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pipeline.stage import Component
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Model(Component):
+    """A causal language model folder in Hugging Face format. Each call of `load` makes new weights: a stage
+    owns the weights it computes with, and they reach another stage only by publish and receive."""
+
+    role: ClassVar[str] = "model"
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """The absolute folder."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The folder's `config.json`; {} if there is none."""
+
+    @abstractmethod
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The folder's tokenizer; it must be a fast one."""
+
+    @abstractmethod
+    def load(self, device: str) -> PreTrainedModel:
+        """The model in eval mode, in the configured dtype, on `device`."""
+
+    @property
+    @abstractmethod
+    def dtype_name(self) -> str:
+        """`float32` or `bfloat16`."""
+
+    @abstractmethod
+    def end_ids(self) -> tuple[int, ...]:
+        """Token ids that end a response: of the generation config and the tokenizer."""
+
+    @abstractmethod
+    def render(self, tokenizer: PreTrainedTokenizerBase, prompts: list[Any]) -> list[list[int]]:
+        """Token ids of prompts (a string, or chat messages through the chat template), special tokens once.
+
+        All prompts go to the Rust tokenizer in one call. ValueError if a chat comes and there is no template.
+        """
+
+    @abstractmethod
+    def save(self, module: PreTrainedModel | torch.nn.Module, folder: str) -> None:
+        """Write weights, config and tokenizer, so that `from_pretrained(folder)` loads."""

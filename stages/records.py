@@ -1,0 +1,168 @@
+"""What flows between stages. Every record is a frozen batch of rows on the host (see pipeline/records.py).
+
+Shapes: B rows, N tokens of all rows together. Rows are in ascending order of `row_id`.
+Token-level columns of one record share their offsets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+
+from pipeline.records import Ragged, Record, Rows
+
+Purpose = Literal["train", "eval"]
+
+
+class Status(IntEnum):
+    """What became of a row. Only OK rows are learned from; the reason stands beside it in words."""
+
+    OK = 0
+    FAILED = 1
+    """The rollout could not be made."""
+    UNSCORED = 2
+    """The reward gave no usable score: it hung, raised, died, or abstained."""
+    STALE = 3
+    """Made by a policy older than the run allows."""
+
+
+class Finish(IntEnum):
+    """Why a response ended."""
+
+    STOP = 0
+    """The policy ended it: its last token is an end-of-sequence token."""
+    LENGTH = 1
+    """It was cut at the token limit; nothing is appended."""
+    FAILED = 2
+    """It was never finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling parameters that a batch brings along; None leaves the rollout's own setting.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 mean no filter. Temperature comes first, then top-k,
+    then top-p on the renormalised rest, then min-p on the temperature-scaled distribution.
+    """
+
+    n: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskRows(Rows):
+    """Columns that say what a row is about; they travel from the loader to the reward.
+
+    `prompt`: JSON, a string or a list of chat messages `{"role", "content"}`, as the file has it.
+    `ground_truth`: JSON of whatever the file has as answer. `data_source`: text. `extra`: JSON object.
+    `group_size`: how many rows each group has in this batch. `sampling`: see Sampling.
+    """
+
+    purpose: Purpose
+    group_size: int
+    sampling: Sampling
+    prompt: Ragged
+    ground_truth: Ragged
+    data_source: Ragged
+    extra: Ragged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptBatch(TaskRows):
+    """From a loader: one row a prompt, `group_id == row_id`, which counts the prompts of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenBatch(TaskRows):
+    """From a tokenizer cache: the prompts with their token ids.
+
+    `prompt_ids`: int32 [N], the rendered prompt exactly as the policy will see it, special tokens included.
+    """
+
+    prompt_ids: Ragged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutBatch(TaskRows):
+    """From a rollout: `n` rows a prompt, `row_id == group_id * n + sample`.
+
+    `prompt_ids`, `response_ids`: int32; the response exactly as sampled, with its end token if it made one.
+    `log_probs`: float32, of each response token under the sampling temperature, before top-k, top-p and
+    min-p (greedy: under temperature 1); NaN where an engine cannot tell. Sampled at `temperature`.
+    `loss_mask`: bool, the tokens the policy itself chose (tool output and the like is False).
+    `turn`: int16, the turn each token belongs to. `response`: the text, special tokens left out.
+    `status` uint8 (Status), `reason` text, `finish` uint8 (Finish), `version_min`, `version_max`: int64 [B],
+    the oldest and newest policy version that made tokens of the row.
+    """
+
+    temperature: float
+    prompt_ids: Ragged
+    response_ids: Ragged
+    log_probs: Ragged
+    loss_mask: Ragged
+    turn: Ragged
+    response: Ragged
+    status: np.ndarray
+    reason: Ragged
+    finish: np.ndarray
+    version_min: np.ndarray
+    version_max: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewardBatch(Rows):
+    """From a reward: one score a rollout.
+
+    `score`: float32 [B], NaN where unscored. `accuracy`: float32 [B], whether the answer is right, in 0..1,
+    NaN where unscored. `parts`: float32 [B, P], the unweighted parts named by `part_names`.
+    `status` uint8 (Status): the rollout's own status, or UNSCORED; `reason`: text.
+    """
+
+    score: np.ndarray
+    accuracy: np.ndarray
+    part_names: tuple[str, ...]
+    parts: np.ndarray
+    status: np.ndarray
+    reason: Ragged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogProbBatch(Rows):
+    """Log-probs of the response tokens by a policy, at the rollout's temperature, without filters.
+
+    `log_probs`, `entropy`: float32 [N] in nats, offsets of `response_ids`. `version`: of the policy.
+    """
+
+    version: int
+    log_probs: Ragged
+    entropy: Ragged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ValueBatch(Rows):
+    """From a critic: `values` float32 [N], the expected return before each response token."""
+
+    values: Ragged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AdvantageBatch(Rows):
+    """From an advantage estimator, for the response tokens.
+
+    `advantages`, `returns`: float32 [N]. `mask`: bool [N], the tokens that are learned from: `loss_mask` of
+    the rollout, and False for every token of a row whose status is not OK.
+    """
+
+    advantages: Ragged
+    returns: Ragged
+    mask: Ragged
+
+
+RECORDS: tuple[type[Record], ...] = (PromptBatch, TokenBatch, RolloutBatch, RewardBatch, LogProbBatch, ValueBatch, AdvantageBatch)

@@ -1,0 +1,33 @@
+"""Role `reward`: a score for each rollout."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipeline.stage import Stage, setting
+from stages.records import RewardBatch, RolloutBatch
+
+
+@dataclass(slots=True, kw_only=True)
+class RewardConfig:
+    """Settings of every reward."""
+
+    target: str = setting("", doc="if an answer is an object of several answers: which of them is asked for")
+    timeout_s: float = setting(10.0, above=0, doc="seconds one row may take before it is unscored")
+    workers: int = setting(1, min=1, doc="worker processes that score rows")
+
+
+class Reward(Stage):
+    """A row that cannot be scored gets status UNSCORED, a reason and NaN, never 0.
+
+    Metrics: for training `reward/mean`, `reward/accuracy`, `reward/<part>/mean` over scored rows and
+    `reward/unscored` (a count); for evaluation `eval/accuracy`, `eval/reward`, `eval/unscored`.
+    """
+
+    role: ClassVar[str] = "reward"
+    grain = "row"
+
+    @abstractmethod
+    def run(self, rollouts: RolloutBatch) -> RewardBatch: ...
