@@ -14,7 +14,7 @@ import pkgutil
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 
@@ -33,10 +33,12 @@ class Entry:
     origin: str
 
 
+P = TypeVar("P", bound=type[Part])
+
 _entries: dict[tuple[str, str], Entry] = {}
 
 
-def backend[P: type[Part]](role: str, name: str) -> Callable[[P], P]:
+def backend(role: str, name: str) -> Callable[[P], P]:
     """Register a class as backend `name` of `role`. TypeError or ValueError if its shape breaks the contract."""
 
     def bind(cls: P) -> P:
