@@ -25,7 +25,7 @@ TRAIN_PROMPTS = 4000
 HELDOUT_PROMPTS = 512
 # Share of prompts whose digits are in order already, so that copy or reverse gives the same answer as a sort.
 # Four distinct answers at p = 1/4 give pass@8 = 1 - 0.75**8 = 0.8999, two at p = 1/2 give 0.996: these prompts
-# lift the mean clearly over 0.90. Uniformly random digits have 13.3 %.
+# lift the mean clearly over 0.90. Uniformly random digits have 14.2 %.
 ORDERED_SHARE = 0.28
 
 

@@ -119,13 +119,7 @@ def register_root() -> None:
 
 def load(line: CommandLine) -> tuple[Configured, list[Problem]]:
     """Import plug-ins, compose, and check every key and value against its schema."""
-    for path in (Path.cwd(), line.config_dir.parent if line.config_dir else None):
-        if path and str(path) not in sys.path:
-            sys.path.append(str(path))
-    register_root()
-    discover("stages")
-    for module in _plugins(line.overrides):
-        discover(module)
+    prepare(line)
     overrides = [*line.overrides]
     if line.config_dir:
         overrides.append(f"hydra.searchpath=['file://{line.config_dir}']")
@@ -134,6 +128,16 @@ def load(line: CommandLine) -> tuple[Configured, list[Problem]]:
         cfg, problems = _compose(overrides)
     configured, more = read(cfg, overrides=line.overrides)
     return configured, problems + more
+
+
+def prepare(line: CommandLine) -> None:
+    """Register every backend, so that its schema can be composed. PlanError if a module does not import."""
+    for path in (Path.cwd(), line.config_dir.parent if line.config_dir else None):
+        if path and str(path) not in sys.path:
+            sys.path.append(str(path))
+    register_root()
+    for package in ("pipeline.runner", "stages", *_plugins(line.overrides)):
+        discover(package)
 
 
 def _plugins(overrides: Sequence[str]) -> list[str]:

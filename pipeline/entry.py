@@ -1,0 +1,111 @@
+"""From a command line to an exit status: plan, explain what is wrong, or hand over to Hydra and execute."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from pipeline import config, plan
+from pipeline.config import CommandLine, Mode, parse
+from pipeline.errors import PlanError, Problem, StageError
+from pipeline.plan import Plan
+from pipeline.program import Program
+from pipeline.run_dir import claim
+from pipeline.show import render
+
+__all__ = ["hydra_run", "is_execution", "parse", "plan_or_explain", "render"]
+log = logging.getLogger("headrace")
+
+# No stage downloads anything or tells anybody anything; set before the libraries are imported.
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "DO_NOT_TRACK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def plan_or_explain(line: CommandLine) -> Plan | None:
+    """The plan, or None after printing every problem on standard error."""
+    try:
+        made = plan.make(line)
+        used = made.configured.run_dir
+        if is_execution(made) and used.is_dir() and any(used.iterdir()):
+            what = f"'{used}' exists and is not empty; a run never writes into the files of another"
+            raise PlanError([Problem(where="hydra.run.dir", what=what, hint="choose a new directory, or leave it out")])
+    except PlanError as e:
+        explain(e)
+        return None
+    return made
+
+
+def explain(error: PlanError) -> None:
+    errors = [p for p in error.problems if p.level == "error"]
+    print(f"The configuration cannot run: {len(errors)} problem{'s' if len(errors) != 1 else ''}.", file=sys.stderr)
+    for p in error.problems:
+        print(f"  {'warning: ' if p.level == 'warning' else ''}{p}", file=sys.stderr)
+    print("Nothing was started and nothing was written.", file=sys.stderr)
+
+
+def is_execution(made: Plan) -> bool:
+    return made.root.mode is Mode.run
+
+
+def hydra_run(line: CommandLine) -> int:
+    """Hydra makes the run directory (or those of a sweep) and calls `execute` for each job."""
+    status = 0
+
+    def job(cfg: DictConfig) -> int:
+        nonlocal status
+        status = max(status, execute(cfg))
+        return status
+
+    try:
+        config.prepare(line)
+    except PlanError as e:
+        explain(e)
+        return 2
+    hydra.main(version_base="1.3", config_path=str(config.CONF), config_name="config")(job)()
+    return status
+
+
+def execute(cfg: DictConfig) -> int:
+    """One job, in the run directory that Hydra made."""
+    runtime = HydraConfig.get()
+    run_dir = Path(runtime.runtime.output_dir)
+    try:
+        made = plan.check(*config.read(cfg, overrides=tuple(runtime.overrides.task)))
+        claim(run_dir, made)
+    except PlanError as e:
+        explain(e)
+        return 2
+    os.environ.update(OFFLINE | {"OMP_NUM_THREADS": str(made.root.run.threads)})
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        with Program(made, run_dir) as program:
+            program.execute()
+        return 0
+    except StageError as e:
+        log.error("%s\n%s", e, e.detail)
+        print(f"\n{e}\nThe traceback is in {run_dir / 'run.log'}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nstopped; what was written lies in {run_dir}", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _terminate(*_: Any) -> None:
+    raise SystemExit(143)

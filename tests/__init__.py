@@ -1,0 +1,1 @@
+"""The tests mirror the tree; tests/contract runs the same tests over every backend of a role."""
