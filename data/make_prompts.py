@@ -24,7 +24,7 @@ SEED = 20
 TRAIN_PROMPTS = 4000
 HELDOUT_PROMPTS = 512
 # Share of prompts whose digits are in order already, so that copy or reverse gives the same answer as a sort.
-# Four distinct answers at p = 1/4 give pass@8 = 1 - 0.75**8 = 0.8999, two at p = 1/2 give 0.996: these prompts
+# Four distinct answers at p = 1/4 give pass@8 = 1 - 0.75**8 = 0.8999, two at 1/2 give 0.996: these prompts
 # lift the mean clearly over 0.90. Uniformly random digits have 14.2 %.
 ORDERED_SHARE = 0.28
 
@@ -50,7 +50,7 @@ def all_digits() -> list[str]:
 
 
 def split(seed: int = SEED) -> tuple[list[str], list[str]]:
-    """Return (train, heldout) digit strings: disjoint, no repeats, `ORDERED_SHARE` of each ordered already."""
+    """Return (train, heldout) digit strings: disjoint, no repeats, `ORDERED_SHARE` of each in order."""
     rng = random.Random(seed)
     ordered = [digits for digits in all_digits() if is_ordered(digits)]
     mixed = [digits for digits in all_digits() if not is_ordered(digits)]

@@ -123,7 +123,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 def measure(model: LlamaForCausalLM, examples: Tensor, prompt_tokens: int) -> dict[str, dict[str, float]]:
     """Return by skill: greedy accuracy, probability and pass@8 at temperature 1; `all` has the total mass.
 
-    pass@8 is exact: the mean over prompts of 1 - (1 - p)**8, p the probability of the answer with its end token.
+    pass@8 is exact: the mean over prompts of 1 - (1 - p)**8, p that of the answer with its end token.
     """
     prompts, skills, _ = examples.shape
     log_probs = answer_log_probs(model, examples.flatten(0, 1), prompt_tokens).sum(-1).view(prompts, skills)

@@ -6,12 +6,13 @@ checked against its schema, and the caller gets dataclasses plus a list of `Prob
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import operator
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.errors import PlanError, Problem, near
+from pipeline.errors import PlanError, Problem, listed, near
 from pipeline.graph import GraphConfig
 from pipeline.registry import Entry, discover, entry_of
 from pipeline.stage import setting
@@ -75,7 +76,10 @@ class RootConfig:
 
 @dataclass(frozen=True, slots=True)
 class Configured:
-    """A composed configuration: `parts` are the config dataclasses of nodes and components by config key."""
+    """A composed configuration: the config dataclasses of nodes and components by config key, and their backends.
+
+    A part is None if a value that must be given is missing.
+    """
 
     root: RootConfig
     parts: dict[str, Any]
@@ -101,33 +105,9 @@ class CommandLine:
 
 def parse(argv: Sequence[str]) -> CommandLine:
     args = get_args_parser().parse_args(list(argv))
-    inspects = bool(args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.version) if hasattr(args, "version") else bool(args.help or args.hydra_help or args.cfg or args.info)
+    inspects = any((args.help, args.hydra_help, args.cfg, args.info, args.shell_completion))
     config_dir = Path(args.config_dir).resolve() if args.config_dir else None
     return CommandLine(tuple(args.overrides), config_dir, bool(args.multirun), inspects)
-
-
-def register_root() -> None:
-    """Store the root schema. A plain dict at the top, so that nodes may stand beside these keys."""
-    node: dict[str, Any] = {}
-    for f in fields(RootConfig):
-        value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        if isinstance(value, dict):  # open: any node may be given a placement without '+'
-            value = OmegaConf.create(value, flags={"struct": False})
-        node[f.name] = value.value if isinstance(value, Enum) else value
-    ConfigStore.instance().store(group="schema", name="root", node=node, provider="pipeline.config")
-
-
-def load(line: CommandLine) -> tuple[Configured, list[Problem]]:
-    """Import plug-ins, compose, and check every key and value against its schema."""
-    prepare(line)
-    overrides = [*line.overrides]
-    if line.config_dir:
-        overrides.append(f"hydra.searchpath=['file://{line.config_dir}']")
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg, problems = _compose(overrides)
-    configured, more = read(cfg, overrides=line.overrides)
-    return configured, problems + more
 
 
 def prepare(line: CommandLine) -> None:
@@ -135,140 +115,186 @@ def prepare(line: CommandLine) -> None:
     for path in (Path.cwd(), line.config_dir.parent if line.config_dir else None):
         if path and str(path) not in sys.path:
             sys.path.append(str(path))
-    register_root()
+    root: Any = {f.name: getattr(RootConfig(), f.name) for f in fields(RootConfig)}
+    root["placement"] = OmegaConf.create({}, flags={"struct": False})  # any node may be named without '+'
+    root["mode"] = root["mode"].value
+    # A plain dict and no dataclass, so that nodes and components may stand beside these keys.
+    ConfigStore.instance().store(group="schema", name="root", node=root, provider="pipeline.config")
     for package in ("pipeline.runner", "stages", *_plugins(line.overrides)):
         discover(package)
 
 
 def _plugins(overrides: Sequence[str]) -> list[str]:
     """Plug-ins must be imported before composing, for their schemas are part of it: so they are read first."""
-    for text in overrides:
-        if re.match(r"\+{0,2}plugins=", text):
-            value = OverridesParser.create().parse_override(text).value()
-            return [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    return []
+    named = [text for text in overrides if re.match(r"\+{0,2}plugins=", text)]
+    try:
+        values = [OverridesParser.create().parse_override(text).value() for text in named[-1:]]
+    except HydraException as e:
+        raise PlanError([Problem(where="plugins", what=_first_line(e), hint=f"the override was: {named[-1]}")]) from e
+    return [str(m) for value in values for m in (value if isinstance(value, list) else [value])]
+
+
+def load(line: CommandLine) -> tuple[Configured, list[Problem]]:
+    """Import plug-ins, compose, and check every key and value against its schema."""
+    prepare(line)
+    search = [f"hydra.searchpath=['file://{line.config_dir}']"] if line.config_dir else []
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg, problems = _compose([*search, *line.overrides])
+    configured, problems = read(cfg, line.overrides, problems)
+    if late := set(configured.root.plugins) - set(_plugins(line.overrides)):
+        what = f"{listed(sorted(late))} cannot be imported from here, for composing needs it before"
+        problems.append(Problem(where="plugins", what=what, hint="give plugins=[...] on the command line"))
+    return configured, problems
 
 
 def _compose(overrides: Sequence[str]) -> tuple[DictConfig, list[Problem]]:
-    """Compose with as many overrides as can be applied; one problem for each that cannot."""
+    """Compose with as many overrides as can be applied; one problem for each that cannot.
+
+    Hydra stops at the first bad override, so after a failure they are added one by one, again and again
+    as long as that helps: an override may depend on another that stands behind it.
+    """
+
+    def attempt(applied: Sequence[str]) -> DictConfig:
+        return compose("config", overrides=list(applied), return_hydra_config=True)
+
+    failures = (HydraException, OmegaConfBaseException, ValueError)
+    with suppress(*failures):
+        return attempt(overrides), []
     try:
-        return compose("config", overrides=list(overrides), return_hydra_config=True), []
-    except (HydraException, OmegaConfBaseException, ValueError):
-        pass
-    kept: list[str] = []
-    problems: list[Problem] = []
-    try:
-        cfg = compose("config", return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as e:
+        cfg = attempt([])
+    except failures as e:
         raise PlanError([Problem(where="conf", what=f"does not compose by itself: {_first_line(e)}")]) from e
-    for text in sorted(overrides, key=lambda t: "." in t.split("=")[0]):  # groups first: they bring the keys
-        try:
-            cfg = compose("config", overrides=[*kept, text], return_hydra_config=True)
-            kept.append(text)
-        except (HydraException, OmegaConfBaseException, ValueError) as e:
-            problems.append(_override_problem(text, e, cfg))
-    return cfg, problems
+    kept: list[str] = []
+    rest, failed = list(overrides), dict[str, Exception]()
+    while len(failed) < len(rest):
+        rest, failed = list(failed) or rest, {}
+        for text in rest:
+            try:
+                cfg = attempt([*kept, text])
+                kept.append(text)
+            except failures as e:
+                failed[text] = e
+    return cfg, [_override_problem(text, e, cfg) for text, e in failed.items()]
 
 
 def _override_problem(text: str, error: Exception, cfg: DictConfig) -> Problem:
-    key = text.split("=")[0].lstrip("+~")
-    options = re.search(r"Available options in '([^']*)':\n((?:\t.*\n?)+)", str(error))
-    if options:
-        return Problem(where=key, what=f"no option '{text.partition('=')[2]}' in group '{options[1]}'", hint=near(text.partition("=")[2], options[2].split()))
-    cause = error.__cause__ or error
-    if "is not in struct" in str(cause) or "not in '" in str(cause) or "Could not override" in str(error) or "Could not delete" in str(error):
+    key, _, value = text.lstrip("+~").partition("=")
+    if options := re.search(r"Available options in '(.*)':\n((?:\t.*\n)+)", str(error)):
+        what = f"there is no '{value}' in the group '{options[1]}'"
+        return Problem(where=key, what=what, hint=near(value, options[2].split()))
+    if re.match(r"Could not (override|delete)", str(error)):
         parent, _, leaf = key.rpartition(".")
         node = OmegaConf.select(cfg, parent) if parent else cfg
-        while parent and node is None:
-            parent, _, leaf = parent.rpartition(".")
-            node = OmegaConf.select(cfg, parent) if parent else cfg
         allowed = [str(k) for k in node if k != "hydra"] if isinstance(node, DictConfig) else []
-        return Problem(where=key, what=f"no such setting ('{leaf}' is not a key of {parent or 'the configuration'})", hint=near(leaf, allowed))
-    return Problem(where=key, what=_first_line(cause), hint=f"the override was: {text}")
+        return Problem(where=key, what="no such setting", hint=near(leaf, allowed))
+    return Problem(where=key, what=_first_line(error.__cause__ or error), hint=f"the override was: {text}")
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def read(cfg: DictConfig, overrides: Sequence[str] = ()) -> tuple[Configured, list[Problem]]:
-    """A composed configuration as dataclasses, with everything in it that its schemas do not allow."""
-    problems: list[Problem] = []
+def read(
+    cfg: DictConfig, overrides: Sequence[str] = (), problems: Sequence[Problem] = ()
+) -> tuple[Configured, list[Problem]]:
+    """A composed configuration as dataclasses, and everything in it that its schemas do not allow after `problems`."""
     known = {f.name for f in fields(RootConfig)}
     top = OmegaConf.create({k: v for k, v in cfg.items_ex(resolve=False) if k in known})
     top._set_parent(cfg)
     root, bad = _typed("", top, RootConfig)
-    problems += bad
+    problems = [*problems, *bad]
+    if root is None:
+        raise PlanError(problems)
     parts: dict[str, Any] = {}
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for key in (str(k) for k in cfg if k not in known and k != "hydra"):
         node = cfg._get_node(key)
         entry = entry_of(OmegaConf.get_type(node)) if isinstance(node, DictConfig) else None
-        if entry is None:
+        if entry is None or not isinstance(node, DictConfig):
             what = "is neither a setting nor a stage or component with a schema"
-            problems.append(Problem(where=key, what=what, hint=f"an option file must extend one: '- /schema/<role>/<backend>@_here_'; {near(key, known)}"))
+            hint = f"an option file must extend one: '- /schema/<role>/<backend>@_here_'; {near(key, known)}"
+            problems.append(Problem(where=key, what=what, hint=hint))
             continue
-        value, bad = _typed(key, node, entry.config)
+        entries[key] = entry
+        parts[key], bad = _typed(key, node, entry.config)
         problems += bad
-        if value is not None:
-            parts[key], found[key] = value, entry
     run_dir = Path(str(OmegaConf.select(cfg, "hydra.run.dir", default="outputs")))
-    return Configured(root or RootConfig(), parts, found, run_dir, tuple(overrides)), problems
+    return Configured(root, parts, entries, run_dir, tuple(overrides)), problems
 
 
 def _typed(where: str, node: DictConfig, schema: type) -> tuple[Any, list[Problem]]:
-    """The node as an instance of its schema, or None and why not."""
-    problems = list(_unknown_keys(where, node, schema))
-    if problems:
-        for p in problems:
-            parent, leaf = p.where.rpartition(".")[::2]
-            target = OmegaConf.select(node, parent.removeprefix(where).lstrip(".")) if parent != where else node
-            if isinstance(target, DictConfig):
-                OmegaConf.set_struct(target, False)
-                target.pop(leaf, None)
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), node)
-        merged._set_parent(node._get_parent())
-        missing = OmegaConf.missing_keys(merged)
-        problems += [Problem(where=f"{where}.{k}".lstrip("."), what="must be given", hint=_doc(schema, k)) for k in sorted(missing)]
-        if missing:
-            return None, problems
-        value = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, ValueError) as e:
-        key = getattr(e, "full_key", None)
-        problems.append(Problem(where=".".join(x for x in (where, key) if x) or where, what=_first_line(e)))
-        return None, problems
-    return value, problems + list(_ranges(where, value))
+    """The node as an instance of its schema, and what was wrong; None if it cannot be made, as a value is missing.
+
+    A bad key or value is reported and left out, so that its schema's default stands in for the rest of the checks.
+    """
+    problems = list(_misplaced(where, node, schema))
+    for p in problems:
+        _leave_out(node, p.where.removeprefix(f"{where}."))
+    while True:
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(schema), node)
+            merged._set_parent(node._get_parent())
+            if missing := sorted(OmegaConf.missing_keys(merged)):
+                docs = {f.name: f.metadata.get("doc", "") for f in fields(schema)}
+                given = (Problem(where=_path(where, k), what="must be given", hint=docs.get(k, "")) for k in missing)
+                return None, [*problems, *given]
+            value = OmegaConf.to_object(merged)
+            return value, [*problems, *_ranges(where, value)]
+        except (OmegaConfBaseException, ValueError) as e:
+            key = str(getattr(e, "full_key", None) or "").removeprefix(f"{where}.")
+            problems.append(Problem(where=_path(where, key), what=_first_line(e)))
+            if not _leave_out(node, key):
+                return None, problems
 
 
-def _unknown_keys(where: str, node: DictConfig, schema: type) -> Iterator[Problem]:
-    """Keys that the schema does not have, at any depth; `+key=value` brings them in past Hydra's own check."""
-    known = {f.name: f for f in fields(schema)}
+def _path(*keys: str) -> str:
+    return ".".join(k for k in keys if k)
+
+
+def _leave_out(node: DictConfig, path: str) -> bool:
+    """Remove a key, however deep; False if it is not there."""
+    parent, _, leaf = path.rpartition(".")
+    target = OmegaConf.select(node, parent) if parent else node
+    if not isinstance(target, DictConfig) or leaf not in target._content:  # type: ignore[operator]
+        return False
+    OmegaConf.set_readonly(target, False)
+    del target._content[leaf]  # type: ignore[attr-defined]
+    return True
+
+
+def _misplaced(where: str, node: DictConfig, schema: type) -> Iterator[Problem]:
+    """Keys that the schema does not have, at any depth (`+key=value` brings them in past Hydra's own check), and
+    single values where it has a section."""
+    known = {f.name: f.default_factory for f in fields(schema)}
     for key in (str(k) for k in node):
-        path = f"{where}.{key}".lstrip(".")
+        child, section = node._get_node(key), known.get(key)
         if key not in known:
-            yield Problem(where=path, what="no such setting", hint=near(key, known))
-        elif is_dataclass(OmegaConf.get_type(child)) if isinstance(child := node._get_node(key), DictConfig) else False:
-            yield from _unknown_keys(path, child, OmegaConf.get_type(child))
+            yield Problem(where=_path(where, key), what="no such setting", hint=near(key, known))
+        elif isinstance(section, type) and is_dataclass(section):
+            if isinstance(child, DictConfig):
+                yield from _misplaced(_path(where, key), child, section)
+            else:
+                what, keys = f"is a section, and '{child}' is a single value", (f.name for f in fields(section))
+                yield Problem(where=_path(where, key), what=what, hint=f"its keys: {listed(keys)}")
 
 
 def _ranges(where: str, value: Any) -> Iterator[Problem]:
     """Values outside what `setting(min=, max=, above=)` allows; NaN never is inside."""
     for f in fields(value):
-        item, path = getattr(value, f.name), f"{where}.{f.name}".lstrip(".")
+        item, path = getattr(value, f.name), _path(where, f.name)
         if is_dataclass(item):
             yield from _ranges(path, item)
         elif isinstance(item, (int, float)) and not isinstance(item, bool):
-            low, high, above = (f.metadata.get(k) for k in ("min", "max", "above"))
-            bounds = [f">= {low}" if low is not None else "", f"> {above}" if above is not None else "", f"<= {high}" if high is not None else ""]
-            if any(b is not None for b in (low, high, above)) and not (
-                (low is None or item >= low) and (high is None or item <= high) and (above is None or item > above) and not math.isnan(item)
-            ):
-                yield Problem(where=path, what=f"{item} is not allowed", hint=f"must be {' and '.join(b for b in bounds if b)}: {f.metadata.get('doc', '')}")
+            signs = {">=": f.metadata.get("min"), "<=": f.metadata.get("max"), ">": f.metadata.get("above")}
+            bounds = {sign: bound for sign, bound in signs.items() if bound is not None}
+            if math.isnan(item) or not all(_COMPARE[sign](item, bound) for sign, bound in bounds.items()):
+                allowed = " and ".join(f"{sign} {bound}" for sign, bound in bounds.items()) or "a number"
+                hint = f"must be {allowed}: {f.metadata.get('doc')}"
+                yield Problem(where=path, what=f"{item} is not allowed", hint=hint)
 
 
-def _doc(schema: type, key: str) -> str:
-    return next((f.metadata.get("doc", "") for f in fields(schema) if f.name == key), "")
+_COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le, ">": operator.gt}
 
 
 def plain(value: Any) -> Any:

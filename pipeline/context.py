@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ class Context:
     """Picklable, so that a stage can open in another process.
 
     `run_dir` exists; `threads` is the number of compute threads a process may use; `device` is `cpu` or
-    `cuda`. The meter collects the node's metrics of the step under way.
+    `cuda`. The meter collects metrics of the step under way; in another process it starts empty.
     """
 
     node: str
@@ -26,9 +27,6 @@ class Context:
     threads: int = 1
     device: str = "cpu"
     meter: Meter = field(default_factory=Meter)
-
-    def __reduce__(self):
-        return (_rebuild, (self.node, self.run_seed, self.run_dir, self.threads, self.device))
 
     def seed(self, node: str, step: int, row: np.ndarray | int) -> np.ndarray:
         """Seeds for rows of a step at a node: uint64, below 2^63, a pure function of the run's seed and these.
@@ -41,16 +39,13 @@ class Context:
         key = np.uint64(self.run_seed % 2**64)
         with np.errstate(over="ignore"):
             for word in (*name, np.uint64(step % 2**64)):
-                key = _mix(key ^ _mix(word + _GOLD))
-            out = _mix(key ^ _mix(np.asarray(row).astype(np.uint64) + _GOLD))
+                key = mix64(key ^ mix64(word + _GOLD))
+            out = mix64(key ^ mix64(np.asarray(row).astype(np.uint64) + _GOLD))
         return out >> np.uint64(1)
 
 
-def _mix(z: np.ndarray | np.uint64) -> np.ndarray:
+def mix64(z: np.ndarray | np.uint64) -> Any:
+    """The finaliser of splitmix64: a bijection of uint64 whose every output bit depends on every input bit."""
     z = (z ^ (z >> np.uint64(30))) * _M1
     z = (z ^ (z >> np.uint64(27))) * _M2
     return z ^ (z >> np.uint64(31))
-
-
-def _rebuild(node: str, run_seed: int, run_dir: Path, threads: int, device: str) -> Context:
-    return Context(node=node, run_seed=run_seed, run_dir=run_dir, threads=threads, device=device)

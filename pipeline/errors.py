@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class Problem:
     where: str
     what: str
     hint: str = ""
-    level: str = "error"
+    level: Literal["error", "warning"] = "error"
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}" + (f"\n    {self.hint}" if self.hint else "")
@@ -27,9 +28,12 @@ class Problem:
 class PlanError(Exception):
     """The configuration cannot run; carries every problem found, not just the first."""
 
-    def __init__(self, problems: Sequence[Problem]):
+    def __init__(self, problems: Iterable[Problem]):
         self.problems = tuple(problems)
-        super().__init__("\n".join(str(p) for p in self.problems))
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(str(p) for p in self.problems)
 
 
 class StageError(Exception):
@@ -38,27 +42,26 @@ class StageError(Exception):
     `node`, `step` and `rows` say where; `detail` holds the traceback of the process it happened in.
     """
 
-    def __init__(self, node: str, step: int, what: str, *, rows: Sequence[int] = (), detail: str = ""):
+    def __init__(self, node: str, step: int, what: str, rows: Sequence[int] = (), detail: str = ""):
         self.node, self.step, self.what, self.rows, self.detail = node, step, what, tuple(rows), detail
-        shown = f", rows {_some(self.rows)}" if self.rows else ""
-        super().__init__(f"stage '{node}' failed in step {step}{shown}: {what}")
+        super().__init__(node, step, what, self.rows, detail)
 
-    def __reduce__(self):
-        return (_rebuild_stage_error, (self.node, self.step, self.what, self.rows, self.detail))
-
-
-def _rebuild_stage_error(node: str, step: int, what: str, rows: Sequence[int], detail: str) -> StageError:
-    return StageError(node, step, what, rows=rows, detail=detail)
+    def __str__(self) -> str:
+        return f"stage '{self.node}' failed in step {self.step}{_rows(self.rows)}: {self.what}"
 
 
-def _some(rows: Sequence[int], most: int = 8) -> str:
-    head = ", ".join(str(r) for r in rows[:most])
-    return head if len(rows) <= most else f"{head} and {len(rows) - most} more"
+def _rows(rows: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(str(r) for r in rows[:most])
+    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+    return f", rows {shown}{more}" if rows else ""
 
 
 def near(word: str, allowed: Iterable[str]) -> str:
     """'did you mean ...?' for a mistyped word, and the whole list of what is allowed."""
     names = sorted(set(allowed))
     match = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    guess = f"did you mean '{match[0]}'? " if match else ""
-    return f"{guess}allowed: {', '.join(names) if names else '(nothing)'}"
+    return (f"did you mean '{match[0]}'? " if match else "") + f"allowed: {listed(names)}"
+
+
+def listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "(nothing)"

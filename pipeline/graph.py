@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import Literal
 
-from pipeline.errors import Problem, near
-from pipeline.stage import Ports, Stage, has, ports
+from pipeline.errors import Problem, listed, near
+from pipeline.records import Rows
+from pipeline.stage import Port, Stage, has, ports
 
 Edges = dict[str, dict[str, str]]
+Classes = Mapping[str, type[Stage]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,98 +44,112 @@ class Graph:
     """For each node of the chain but the first, the port that takes what the one before gives."""
 
     def nodes(self) -> list[str]:
-        """Every node once: forwards in order, then those that only evaluate."""
+        """Every node once: forwards in order, then those that only learn, serve or evaluate."""
         return list(dict.fromkeys([*self.forward, *self.learn, *self.publish, *self.publish.values(), *self.evaluate]))
 
-    def consumers(self, producer: str) -> list[str]:
-        return [n for n, feeds in self.forward.items() if producer in feeds.values()]
 
-
-def build(config: GraphConfig, classes: Mapping[str, type[Stage]]) -> tuple[Graph, list[Problem]]:
+def build(config: GraphConfig, classes: Classes) -> tuple[Graph, list[Problem]]:
     """The graph and everything that is wrong with it. `classes` are the configured nodes."""
-    problems: list[Problem] = []
-    forward = {n: dict(feeds or {}) for n, feeds in config.forward.items()}
-    learn = {n: dict(feeds or {}) for n, feeds in config.learn.items()}
-    used = {*forward, *learn, *config.publish, *config.publish.values(), *config.evaluate}
-    for name in sorted(used - set(classes)):
-        problems.append(Problem(where=f"graph ({name})", what=f"no stage is configured under '{name}'", hint=near(name, classes)))
-    for name in sorted(set(classes) - used):
-        problems.append(
-            Problem(where=name, what="is configured but not wired", hint=f"add it to graph.forward, or remove it with '~{name}'")
-        )
-    problems += _check_feeds("forward", forward, forward, classes)
-    problems += _check_feeds("learn", learn, forward, classes)
-    problems += _check_publish(config.publish, classes)
-    chain, chain_problems = _chain(config.evaluate, classes)
-    order, cycle = _order(forward)
-    problems += chain_problems + cycle
-    return Graph({n: forward[n] for n in order}, learn, dict(config.publish), tuple(config.evaluate), chain), problems
+    order, problems = _order(config.forward)
+    eval_port: dict[str, str] = {}
+    graph = Graph(order, config.learn, config.publish, tuple(config.evaluate), eval_port)
+    used = graph.nodes()
+    for name in used:
+        if name not in classes:
+            what = f"no stage is configured under '{name}'"
+            problems.append(Problem(where=_where(graph, name), what=what, hint=near(name, classes)))
+    for name in classes:
+        if name not in used:
+            hint = f"add it to graph.forward, or remove it with '~{name}'"
+            problems.append(Problem(where=name, what="is configured but not wired", hint=hint))
+    for node, feeds in graph.forward.items():
+        problems += _check_feeds(f"graph.forward.{node}", node, "run", feeds, graph, classes)
+    for node, feeds in graph.learn.items():
+        problems += _check_feeds(f"graph.learn.{node}", node, "learn", feeds, graph, classes)
+    for server, learner in graph.publish.items():
+        problems += _able(f"graph.publish.{server}", server, "receive", classes)
+        problems += _able(f"graph.publish.{server}", learner, "publish", classes)
+    problems += _check_chain(graph, classes, eval_port)
+    return graph, problems
 
 
-def _order(forward: Edges) -> tuple[list[str], list[Problem]]:
-    """Topological order, ties in the order written."""
+def _order(forward: Edges) -> tuple[Edges, list[Problem]]:
+    """In topological order, or as written if there is none."""
     known = {n: [p for p in feeds.values() if p in forward] for n, feeds in forward.items()}
     try:
-        return list(TopologicalSorter(known).static_order()), []
+        return {n: forward[n] for n in TopologicalSorter(known).static_order()}, []
     except CycleError as e:
         path = " -> ".join(e.args[1])
-        return list(forward), [Problem(where="graph.forward", what=f"has a cycle: {path}", hint="remove one of these edges")]
+        return forward, [Problem(where="graph.forward", what=f"has a cycle: {path}", hint="remove one of these edges")]
 
 
-def _ports(cls: type[Stage], section: str) -> Ports:
-    return ports(cls, "run" if section == "forward" else "learn")
+def _where(graph: Graph, node: str) -> str:
+    """The first section that names a node."""
+    for section in ("forward", "learn", "publish"):
+        edges = getattr(graph, section)
+        if node in edges:
+            return f"graph.{section}.{node}"
+    return "graph.evaluate" if node in graph.evaluate else "graph.publish"
 
 
-def _check_feeds(section: str, edges: Edges, forward: Edges, classes: Mapping[str, type[Stage]]) -> Iterator[Problem]:
-    for node, feeds in edges.items():
-        cls = classes.get(node)
-        if cls is None:
+def _able(where: str, node: str, method: str, classes: Classes) -> Iterator[Problem]:
+    """A problem if the node's class does not define the method."""
+    if node in classes and not has(classes[node], method):
+        what = f"'{node}' ({classes[node].backend}) has no method '{method}'"
+        able = [n for n in classes if has(classes[n], method)]
+        yield Problem(where=where, what=what, hint=f"nodes that do: {listed(able)}")
+
+
+def _made_by(node: str, classes: Classes) -> type[Rows] | None:
+    """The record that a node makes in the forward phase."""
+    return ports(classes[node], "run").output if node in classes and has(classes[node], "run") else None
+
+
+def _check_feeds(
+    where: str, node: str, method: Literal["run", "learn"], feeds: Mapping[str, str], graph: Graph, classes: Classes
+) -> Iterator[Problem]:
+    yield from _able(where, node, method, classes)
+    if node not in classes or not has(classes[node], method):
+        return
+    inputs = ports(classes[node], method).inputs
+    for port in feeds:
+        if port not in inputs:
+            yield Problem(where=f"{where}.{port}", what=f"'{node}' has no input '{port}'", hint=near(port, inputs))
+    for name, port in inputs.items():
+        yield from _check_port(f"{where}.{name}", port, feeds.get(name), graph, classes)
+
+
+def _check_port(where: str, port: Port, producer: str | None, graph: Graph, classes: Classes) -> Iterator[Problem]:
+    makers = [n for n in graph.forward if issubclass(_made_by(n, classes) or object, port.type)]
+    hint = f"nodes that make one: {listed(makers)}"
+    if producer is None:
+        if not port.optional:
+            yield Problem(where=where, what=f"nothing feeds this input, which takes a {port.type.__name__}", hint=hint)
+    elif producer not in graph.forward:
+        what = f"'{producer}' is not a node of graph.forward"
+        yield Problem(where=where, what=what, hint=near(producer, graph.forward))
+    elif (made := _made_by(producer, classes)) and not issubclass(made, port.type):
+        what = f"takes a {port.type.__name__}, but '{producer}' makes a {made.__name__}"
+        yield Problem(where=where, what=what, hint=hint)
+
+
+def _check_chain(graph: Graph, classes: Classes, eval_port: dict[str, str]) -> Iterator[Problem]:
+    """Also fills `eval_port`. The head of the chain takes nothing, and must not be a node of the training step."""
+    where, chain = "graph.evaluate", graph.evaluate
+    for node in chain:
+        yield from _able(where, node, "run", classes)
+    if chain and chain[0] in graph.forward:
+        what = f"'{chain[0]}' also feeds training, and evaluating would use up its batches"
+        yield Problem(where=where, what=what, hint="begin with a loader of its own: '+loader@eval_loader=...'")
+    for before, node in pairwise(("", *chain)):
+        if node not in classes or not has(classes[node], "run"):
             continue
-        if not has(cls, "run" if section == "forward" else "learn"):
-            fit = [n for n, c in classes.items() if has(c, "run" if section == "forward" else "learn")]
-            yield Problem(where=f"graph.{section}.{node}", what=f"{node}={cls.backend} has no {section} method", hint=f"those that do: {', '.join(fit)}")
-            continue
-        inputs = _ports(cls, section).inputs
-        for port in sorted(set(feeds) - set(inputs)):
-            yield Problem(where=f"graph.{section}.{node}.{port}", what=f"{node}={cls.backend} has no input '{port}'", hint=near(port, inputs))
-        for port, p in inputs.items():
-            where = f"graph.{section}.{node}.{port}"
-            producer = feeds.get(port)
-            if producer is None:
-                if not p.optional:
-                    makers = [n for n, c in classes.items() if n in forward and (out := _output(c)) and issubclass(out, p.type)]
-                    yield Problem(where=where, what=f"nothing feeds this input, which takes a {p.type.__name__}", hint=f"nodes that make one: {', '.join(makers) or 'none'}")
-            elif producer not in forward:
-                yield Problem(where=where, what=f"'{producer}' is not a node of graph.forward", hint=near(producer, forward))
-            elif producer in classes and not issubclass(out := _output(classes[producer]) or type(None), p.type):
-                yield Problem(where=where, what=f"takes a {p.type.__name__}, but '{producer}' makes a {out.__name__}", hint="wire a node that makes the right record")
-
-
-def _output(cls: type[Stage]) -> type | None:
-    return ports(cls, "run").output if has(cls, "run") else None
-
-
-def _check_publish(publish: Mapping[str, str], classes: Mapping[str, type[Stage]]) -> Iterator[Problem]:
-    for server, learner in publish.items():
-        for name, method in ((server, "receive"), (learner, "publish")):
-            if name in classes and not has(classes[name], method):
-                fit = [n for n, c in classes.items() if has(c, method)]
-                yield Problem(where=f"graph.publish.{server}", what=f"'{name}' cannot {method} weights", hint=f"those that can: {', '.join(fit) or 'none'}")
-
-
-def _chain(evaluate: list[str], classes: Mapping[str, type[Stage]]) -> tuple[dict[str, str], list[Problem]]:
-    chain: dict[str, str] = {}
-    problems: list[Problem] = []
-    for before, node in zip(evaluate, evaluate[1:]):
-        if before not in classes or node not in classes or not has(classes[before], "run") or not has(classes[node], "run"):
-            continue
-        made, inputs = _output(classes[before]), ports(classes[node], "run").inputs
-        fit = [p.name for p in inputs.values() if made and issubclass(made, p.type)]
-        rest = [p.name for p in inputs.values() if not p.optional and p.name not in fit]
-        if len(fit) != 1 or rest:
-            problems.append(
-                Problem(where="graph.evaluate", what=f"'{node}' cannot take the {made.__name__ if made else 'nothing'} of '{before}'", hint=f"its inputs: {', '.join(inputs)}")
-            )
-        else:
-            chain[node] = fit[0]
-    return chain, problems
+        inputs = ports(classes[node], "run").inputs
+        made = _made_by(before, classes)
+        fit = [n for n, p in inputs.items() if issubclass(made or object, p.type)]
+        unfed = [n for n, p in inputs.items() if not p.optional and n not in fit[:1]]
+        if made and len(fit) == 1:
+            eval_port[node] = fit[0]
+        if unfed or (made and len(fit) != 1):
+            gives = f"a {made.__name__} from '{before}'" if made else "nothing"
+            yield Problem(where=where, what=f"'{node}' is given {gives}", hint=f"its inputs: {listed(inputs)}")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
@@ -33,13 +32,15 @@ class Meter:
         self._samples: Samples = {}
         self._lock = Lock()
 
+    def __reduce__(self):
+        return (Meter, ())  # another process measures for itself, and sends what it drained
+
     def add(self, name: str, values: Any, how: How = "mean") -> None:
-        samples = [tuple(float(v) for v in values)] if how == "ratio" else np.asarray(values, np.float64).reshape(-1).tolist()
-        with self._lock:
-            kept, old = self._samples.setdefault(name, (how, []))
-            if kept != how:
-                raise ValueError(f"metric '{name}' was added as {kept} and as {how}")
-            old.extend(samples)
+        if how == "ratio":
+            part, whole = values
+            self.absorb({name: (how, [(float(part), float(whole))])})
+        else:
+            self.absorb({name: (how, np.asarray(values, np.float64).reshape(-1).tolist())})
 
     def drain(self) -> Samples:
         """All samples since the last drain."""
@@ -48,9 +49,13 @@ class Meter:
         return out
 
     def absorb(self, samples: Samples) -> None:
-        for name, (how, values) in samples.items():
-            for v in values if how == "ratio" else [values]:
-                self.add(name, v, how)
+        """ValueError if a name comes in two ways."""
+        with self._lock:
+            for name, (how, values) in samples.items():
+                kept, old = self._samples.setdefault(name, (how, []))
+                if kept != how:
+                    raise ValueError(f"metric '{name}' was added as {kept} and as {how}")
+                old.extend(values)
 
 
 def summarise(samples: Samples) -> dict[str, float]:
@@ -59,23 +64,40 @@ def summarise(samples: Samples) -> dict[str, float]:
     for name, (how, values) in samples.items():
         if not values:
             continue
-        if how == "mean":
-            out[name] = math.fsum(values) / len(values)
-        elif how == "sum":
-            out[name] = math.fsum(values)
-        elif how == "max":
-            out[name] = max(values)
-        elif how == "last":
-            out[name] = values[-1]
-        elif how == "ratio":
-            whole = math.fsum(w for _, w in values)
-            out[name] = math.fsum(p for p, _ in values) / whole if whole else math.nan
+        if how == "spread":
+            out[f"{name}_mean"] = _mean(values)
+            out[f"{name}_p50"], out[f"{name}_p95"] = (float(q) for q in np.quantile(values, [0.5, 0.95]))
+            out[f"{name}_max"] = float(np.max(values))
         else:
-            ordered = np.sort(np.asarray(values))
-            out[f"{name}_mean"] = math.fsum(values) / len(values)
-            out[f"{name}_p50"], out[f"{name}_p95"] = (float(q) for q in np.quantile(ordered, [0.5, 0.95]))
-            out[f"{name}_max"] = float(ordered[-1])
+            out[name] = float(_ONE_NUMBER[how](values))
     return out
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Exactly rounded, so in any order; the plain sum where fsum refuses (infinities of both signs, overflow)."""
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return sum(values)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _sum(values) / len(values)
+
+
+def _ratio(values: Sequence[tuple[float, float]]) -> float:
+    whole = _sum(w for _, w in values)
+    return _sum(p for p, _ in values) / whole if whole else math.nan
+
+
+_ONE_NUMBER: dict[How, Callable[[Any], Any]] = {
+    "mean": _mean,
+    "sum": _sum,
+    "max": np.max,
+    "last": lambda values: values[-1],
+    "ratio": _ratio,
+}
 
 
 class JsonLines:
@@ -101,12 +123,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def group_by_prefix(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """`{"reward/mean": 1}` as `{"reward": {"mean": 1}}`, for tables."""
-    out: dict[str, dict[str, float]] = defaultdict(dict)
-    for name, value in metrics.items():
-        head, _, tail = name.partition("/")
-        out[head][tail or head] = value
-    return dict(out)

@@ -9,11 +9,12 @@ from pipeline.config import Placement
 from pipeline.context import Context
 from pipeline.metrics import Samples
 from pipeline.plan import PartSpec
-from pipeline.process import Child, ChildDied
-from pipeline.records import Record, Rows, Snapshot
+from pipeline.process import Child
+from pipeline.records import Rows, Snapshot
 from pipeline.stage import Stage
 
 CLOSE_S = 30.0
+"""Seconds that a stage may take to close before its process is killed."""
 
 
 def place(spec: PartSpec, placement: Placement) -> Stage:
@@ -29,34 +30,33 @@ class ProcessStage(Stage):
 
     def open(self, ctx: Context) -> None:
         super().open(ctx)
-        self._child = Child(_Host, self._spec, ctx, name=self._spec.key, log=ctx.run_dir / "run.log", threads=ctx.threads)
+        log = ctx.run_dir / "run.log"
+        self._child = Child(_Host, self._spec, ctx, name=self._spec.key, log=log, threads=ctx.threads)
         self._child.wait_ready()
 
     def close(self) -> None:
         child, self._child = self._child, None
         if child:
-            try:
-                child.call("close", timeout=CLOSE_S)
-            except (ChildDied, TimeoutError):
-                pass  # it is killed in any case, and what it held had no name
-            finally:
-                child.kill()
+            child.close("close", CLOSE_S)
+
+    def _opened(self) -> Child:
+        if self._child is None:
+            raise RuntimeError(f"stage '{self._spec.key}' is not open")
+        return self._child
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        assert self._child is not None, "open() comes first"
-        result, samples = self._child.call("invoke", method, args, kwargs)
+        result, samples = self._opened().call("call", method, args, kwargs)
         self.ctx.meter.absorb(samples)
         return result
 
-    def run(self, **records: Any) -> Record:
+    def run(self, **records: Any) -> Rows:
         return self._call("run", **records)
 
     def learn(self, **records: Any) -> None:
         self._call("learn", **records)
 
     def stream(self, **records: Any) -> Iterator[Rows]:
-        assert self._child is not None, "open() comes first"
-        for part, samples in self._child.stream("stream", records):
+        for part, samples in self._opened().stream("stream", records):
             self.ctx.meter.absorb(samples)
             if part is not None:
                 yield part
@@ -81,7 +81,7 @@ class _Host:
     """In the child: the real stage."""
 
     def __init__(self, spec: PartSpec, ctx: Context):
-        self._ctx = ctx
+        self._meter = ctx.meter
         self._stage: Stage = spec.build()
         try:
             self._stage.open(ctx)
@@ -89,13 +89,13 @@ class _Host:
             self._stage.close()
             raise
 
-    def invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Samples]:
-        return getattr(self._stage, method)(*args, **kwargs), self._ctx.meter.drain()
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Samples]:
+        return getattr(self._stage, method)(*args, **kwargs), self._meter.drain()
 
     def stream(self, records: dict[str, Any]) -> Iterator[tuple[Rows | None, Samples]]:
         for part in self._stage.stream(**records):
-            yield part, self._ctx.meter.drain()
-        yield None, self._ctx.meter.drain()
+            yield part, self._meter.drain()
+        yield None, self._meter.drain()
 
     def close(self) -> None:
         self._stage.close()

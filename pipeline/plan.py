@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pipeline import registry
 from pipeline.config import CommandLine, Configured, Mode, Placement, RootConfig, load, plain
-from pipeline.errors import PlanError, Problem, near
+from pipeline.errors import PlanError, Problem, listed, near
 from pipeline.graph import Graph, build
-from pipeline.stage import Component, Part, Stage, component_types, has, ports
+from pipeline.stage import Part, Stage, component_types, has, ports
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,15 @@ class PartSpec:
     """How to build a part, here or in another process: class, config and the components it holds. Picklable."""
 
     key: str
-    cls: type[Part]
+    cls: type[Any]
     config: Any
     components: dict[str, PartSpec]
 
+    def __str__(self) -> str:
+        return f"{self.cls.role}={self.cls.backend}"
+
     def build(self) -> Any:
-        return self.cls(self.config, **{name: c.build() for name, c in self.components.items()})  # pyright: ignore[reportCallIssue]
+        return self.cls(self.config, **{name: c.build() for name, c in self.components.items()})
 
     def walk(self) -> Iterator[PartSpec]:
         yield self
@@ -81,7 +84,7 @@ class Plan:
         }
 
     def _node(self, name: str, spec: PartSpec) -> dict[str, Any]:
-        cls: Any = spec.cls
+        cls = spec.cls
         run = ports(cls, "run") if has(cls, "run") else None
         return {
             "role": cls.role,
@@ -99,8 +102,7 @@ def changed(config: Any) -> dict[str, Any]:
     """Settings that differ from the schema's defaults."""
     out: dict[str, Any] = {}
     for f in fields(config):
-        value = getattr(config, f.name)
-        default = f.default_factory() if callable(f.default_factory) else f.default
+        value, default = getattr(config, f.name), f.default_factory() if callable(f.default_factory) else f.default
         if value != default:
             out[f.name] = plain(value)
     return out
@@ -108,95 +110,91 @@ def changed(config: Any) -> dict[str, Any]:
 
 def make(line: CommandLine) -> Plan:
     """The plan of a command line; PlanError with every problem found."""
-    configured, problems = load(line)
-    return check(configured, problems)
+    return check(*load(line))
 
 
 def check(configured: Configured, problems: list[Problem]) -> Plan:
     """The plan of a configuration, with `problems` that were found before; PlanError if one is an error."""
-    parts, entries, root = configured.parts, configured.entries, configured.root
-    classes: dict[str, Any] = {k: e.cls for k, e in entries.items() if issubclass(e.cls, Stage)}
+    entries, root, problems = configured.entries, configured.root, list(problems)
+    classes: dict[str, type[Stage]] = {k: e.cls for k, e in entries.items() if issubclass(e.cls, Stage)}
     graph, found = build(root.graph, classes)
-    problems = [*problems, *found]
-    specs = {k: _spec(k, configured, problems) for k in [*classes, "runner", "tracker"] if k in parts}
-    for role in ("runner", "tracker"):
-        if role not in specs:
-            problems.append(Problem(where=role, what="is missing", hint=near("", [e.name for e in registry.entries(role)])))
-    for key in sorted(set(root.placement) - set(classes)):
-        problems.append(Problem(where=f"placement.{key}", what=f"there is no node '{key}'", hint=near(key, classes)))
-    held = {c.key for s in specs.values() for c in s.walk()}
-    for key in sorted(set(parts) - held - set(classes)):
-        problems.append(Problem(where=key, what="no node of this run takes this component", level="warning"))
-    built = {k: s.build() for k, s in specs.items()}
-    facts = _facts(graph, specs, built)
-    for key, spec in specs.items():
-        feeds = (frozenset(graph.forward.get(key, {})), frozenset(graph.learn.get(key, {})))
+    problems += found
+    specs: dict[str, PartSpec] = {}
+    for key in (*classes, "runner", "tracker"):
+        if spec := _spec(key, configured, problems):
+            specs[key] = spec
+    problems += _unused(configured, classes, specs)
+    built = {key: [(s.key, s.build()) for s in spec.walk()] for key, spec in specs.items()}
+    facts = {n: v for node in graph.forward for _, part in built.get(node, ()) for n, v in part.facts().items()}
+    for node, spec in specs.items():
+        feeds = (frozenset(graph.forward.get(node, ())), frozenset(graph.learn.get(node, ())))
         problems += _capabilities(spec)
-        for part in _walk_built(built[key], spec):
-            problems += part[1].check(Facts(part[0], facts, *feeds, root))
-    problems += _requirements(specs, root)
-    unique = list(dict.fromkeys(problems))
+        problems += _requirements(spec, root)
+        for key, part in built[node]:
+            problems += part.check(Facts(key, facts, *feeds, root))
+    unique = sorted(dict.fromkeys(problems), key=lambda p: p.level)
     if any(p.level == "error" for p in unique):
-        raise PlanError(sorted(unique, key=lambda p: p.level))
+        raise PlanError(unique)
     nodes = {n: specs[n] for n in graph.nodes()}
     return Plan(configured, graph, nodes, specs["runner"], specs["tracker"], facts, tuple(unique))
 
 
-def _spec(key: str, configured: Configured, problems: list[Problem]) -> PartSpec:
-    entry = configured.entries[key]
-    held: dict[str, PartSpec] = {}
-    for name, role in component_types(entry.cls).items():
-        if name not in configured.parts:
-            problems.append(Problem(where=name, what=f"'{key}' ({entry.role}={entry.name}) needs this component", hint=near("", [e.name for e in registry.entries(role.role)])))
-        elif not issubclass(configured.entries[name].cls, role):
-            problems.append(Problem(where=name, what=f"'{key}' takes a {role.role} here, this is a {configured.entries[name].role}"))
-        else:
-            held[name] = _spec(name, configured, problems)
-    if len(held) < len(component_types(entry.cls)):
-        raise PlanError(problems)
-    return PartSpec(key, entry.cls, configured.parts[key], held)
+def _spec(key: str, configured: Configured, problems: list[Problem], role: type[Part] = Part) -> PartSpec | None:
+    """The spec of a part and of all it holds; None, and a problem, if one of them cannot be built."""
+    entry = configured.entries.get(key)
+    if entry is None:
+        able = [str(e) for e in registry.entries() if issubclass(e.cls, role)]
+        problems.append(Problem(where=key, what="is missing", hint=f"choose one of: {listed(able)}"))
+        return None
+    if not issubclass(entry.cls, role):
+        problems.append(Problem(where=key, what=f"must be a {role.role}, but {entry} is configured here"))
+        return None
+    held = {name: _spec(name, configured, problems, kind) for name, kind in component_types(entry.cls).items()}
+    if configured.parts[key] is None or None in held.values():
+        return None
+    return PartSpec(key, entry.cls, configured.parts[key], {n: s for n, s in held.items() if s})
 
 
-def _walk_built(part: Any, spec: PartSpec) -> Iterator[tuple[str, Part]]:
-    """The built parts of a spec: the part itself, and the components it keeps under their own names."""
-    yield spec.key, part
+def _unused(configured: Configured, classes: Collection[str], specs: Mapping[str, PartSpec]) -> Iterator[Problem]:
+    """Placements of nodes that do not exist, and components that nothing takes."""
+    for key in configured.root.placement:
+        if key not in classes:
+            yield Problem(where=f"placement.{key}", what=f"there is no node '{key}'", hint=near(key, classes))
+    taken = {name for e in configured.entries.values() for name in component_types(e.cls)}
+    for key in configured.entries:
+        if key not in {*taken, *classes, "runner", "tracker"}:
+            yield Problem(where=key, what="nothing in this run takes this component", level="warning")
+
+
+def _capabilities(spec: PartSpec, holder: PartSpec | None = None) -> Iterator[Problem]:
+    """What a part needs, its components or the part that holds it must provide."""
+    near_by = [*spec.components.values(), *([holder] if holder else [])]
+    for need in sorted(spec.cls.needs.difference(*(s.cls.provides for s in near_by))):
+        roles = {s.cls.role for s in near_by}
+        able = [str(e) for e in registry.entries() if e.role in roles and need in e.cls.provides]
+        lacking = listed(str(s) for s in near_by)
+        what = f"{spec} needs '{need}', which {lacking} does not provide"
+        yield Problem(where=spec.key, what=what, hint=f"these do: {listed(able)}")
     for c in spec.components.values():
-        yield from _walk_built(c.build(), c)
+        yield from _capabilities(c, spec)
 
 
-def _facts(graph: Graph, specs: Mapping[str, PartSpec], built: Mapping[str, Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    for node in graph.forward:
-        if node in specs:
-            for _, part in _walk_built(built[node], specs[node]):
-                facts.update(part.facts())
-    return facts
-
-
-def _capabilities(spec: PartSpec) -> Iterator[Problem]:
-    offered = spec.cls.provides.union(*(c.cls.provides for c in spec.components.values()))
-    for need in sorted(spec.cls.needs - offered):
-        able = [f"{e.role}={e.name}" for e in registry.entries() if issubclass(e.cls, Component) and need in e.cls.provides]
-        held = ", ".join(f"{c.cls.role}={c.cls.backend}" for c in spec.components.values())
-        yield Problem(where=spec.key, what=f"{spec.cls.role}={spec.cls.backend} needs '{need}', which {held or 'no component'} does not provide", hint=f"these do: {', '.join(able) or 'none'}")
-    for c in spec.components.values():
-        for need in sorted(c.cls.needs - spec.cls.provides):
-            able = [f"{e.role}={e.name}" for e in registry.entries(spec.cls.role) if need in e.cls.provides]
-            yield Problem(where=c.key, what=f"{c.cls.role}={c.cls.backend} needs '{need}', which {spec.cls.role}={spec.cls.backend} does not provide", hint=f"these do: {', '.join(able) or 'none'}")
-        yield from _capabilities(c)
-
-
-def _requirements(specs: Mapping[str, PartSpec], root: RootConfig) -> Iterator[Problem]:
+def _requirements(spec: PartSpec, root: RootConfig) -> Iterator[Problem]:
+    """Packages and devices; a plan that is only looked at may lack them."""
     level = "warning" if root.mode is Mode.plan else "error"
-    for spec in (s for top in specs.values() for s in top.walk()):
-        for need in spec.cls.requires:
-            name = f"{spec.cls.role}={spec.cls.backend}"
-            if need == "device:cuda" and not (has_cuda() and root.run.device != "cpu"):
-                yield Problem(where=spec.key, what=f"{name} needs a CUDA device, and this run has none", level=level)
-            elif not need.startswith("device:") and importlib.util.find_spec(need) is None:
-                yield Problem(where=spec.key, what=f"{name} needs the package '{need}', which is not installed", hint=f"pip install {need}, or choose another {spec.cls.role}", level=level)
+    for part in spec.walk():
+        for need in part.cls.requires:
+            if need == "device:cuda":
+                if not has_cuda() or root.run.device == "cpu":
+                    what = f"{part} needs a CUDA device, and this run has none"
+                    yield Problem(where=part.key, what=what, level=level)
+            elif importlib.util.find_spec(need) is None:
+                what = f"{part} needs the package '{need}', which is not installed"
+                hint = f"install it, or choose another {part.cls.role}"
+                yield Problem(where=part.key, what=what, hint=hint, level=level)
 
 
 def has_cuda() -> bool:
     """Whether this machine has an NVIDIA device, without importing torch."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path(p).exists() for p in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))
+    devices = (Path(p) for p in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg"))
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(d.exists() for d in devices)

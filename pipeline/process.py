@@ -31,6 +31,7 @@ from typing import Any
 _HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of out-of-band buffers
 _ALIGN = 64
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_PR_SET_PDEATHSIG = 1
 _BOOT = "import sys; from pipeline.process import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
 
 
@@ -49,28 +50,30 @@ class Channel:
         self._sock = sock
         self._lock = threading.Lock()
 
+    def fileno(self) -> int:
+        """For select and poll: readable when a message, or the end, has come."""
+        return self._sock.fileno()
+
     def send(self, message: Any) -> None:
         """BrokenPipeError if the other end is gone."""
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         views = [b.raw() for b in buffers]
         sizes = struct.pack(f"<{len(views)}Q", *(v.nbytes for v in views))
-        header = _HEADER.pack(len(body), len(views))
+        data = _HEADER.pack(len(body), len(views)) + sizes + body
         with self._lock:
             if views:
                 fd = _memfd(views)
                 try:
-                    socket.send_fds(self._sock, [header], [fd])
+                    data = data[socket.send_fds(self._sock, [data], [fd]) :]
                 finally:
                     os.close(fd)
-            else:
-                self._sock.sendall(header)
-            self._sock.sendall(sizes + body)
+            self._sock.sendall(data)
 
     def recv(self, timeout: float | None = None) -> Any:
         """EOFError if the other end is gone, TimeoutError if nothing came within `timeout` seconds."""
-        if timeout is not None and not select.select([self._sock], [], [], max(timeout, 0))[0]:
-            raise TimeoutError
+        if timeout is not None and not _readable(self._sock, timeout):
+            raise TimeoutError(f"no message came within {timeout:g} s")
         header, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, 1)
         header += self._exactly(_HEADER.size - len(header))
         size, count = _HEADER.unpack(header)
@@ -88,7 +91,15 @@ class Channel:
         return bytes(out)
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in recv
         self._sock.close()
+
+
+def _readable(sock: socket.socket, timeout: float) -> bool:
+    poll = select.poll()  # select(2) knows descriptors below 1024 only
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(max(timeout, 0) * 1000))
 
 
 def _memfd(views: list[memoryview]) -> int:
@@ -128,7 +139,9 @@ _spawner = ThreadPoolExecutor(1, thread_name_prefix="spawner")
 class Child:
     """A process that builds `target(*args)` and answers calls of its methods, one at a time.
 
-    If this process dies, however it dies, the kernel kills the child.
+    If this process dies, however it dies, the kernel kills the child; and when the child ends, however it
+    ends, everything it has started goes with it (its process group: a program that moves to a session of its
+    own escapes). What it prints goes to `log`.
     """
 
     def __init__(self, target: Callable[..., Any], *args: Any, name: str, log: Path | None = None, threads: int = 1):
@@ -136,31 +149,52 @@ class Child:
         self.name = name
         self._channel = Channel(ours)
         self._busy = threading.Lock()
+        self._owed = 0  # answers that have not come yet
+        self._killed = False
         with theirs, open(log, "ab") if log else contextlib.nullcontext() as out:
             self._process = _spawner.submit(_start, theirs.fileno(), out, threads).result()
-        self._channel.send((target, args))
+        try:
+            self._ask(target, args)
+        except BaseException:
+            self.kill()
+            raise
+
+    def fileno(self) -> int:
+        """For select and poll: readable when `take` has something to give or to raise."""
+        return self._channel.fileno()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def alive(self) -> bool:
+        return not self._killed and self._process.poll() is None
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Until the object is built; raises what its construction raised."""
         self._answer(timeout)
 
     def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """What the method returns, or what it raises. After a TimeoutError, only `kill` and `close` are left."""
         with self._busy:
+            self._idle()
             self._ask(method, args)
             return self._answer(timeout)[1]
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
-        """Items of a generator method, as they are made."""
+        """Items of a generator method, as they are made. If left early, only `kill` and `close` are left."""
         with self._busy:
+            self._idle()
             self._ask(method, args)
             while (answer := self._answer(None))[0] == "item":
                 yield answer[1]
 
-    def _ask(self, method: str, args: tuple[Any, ...]) -> None:
+    def _idle(self) -> None:
+        if self._owed:  # its late answer would be taken for that of the next call
+            raise RuntimeError(f"process '{self.name}' still owes an answer to a call that was given up")
+
+    def _ask(self, method: str | Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._owed += 1
         try:
             self._channel.send((method, args))
         except OSError as e:
@@ -177,8 +211,11 @@ class Child:
     def _answer(self, timeout: float | None) -> tuple[str, Any]:
         try:
             kind, value = self._channel.recv(timeout)
-        except (EOFError, ConnectionError) as e:
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as e:
             raise ChildDied(self._epitaph()) from e
+        self._owed -= kind != "item"
         if kind == "error":
             raise value
         return kind, value
@@ -191,30 +228,74 @@ class Child:
         how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
         return f"process '{self.name}' ended {how}"
 
+    def close(self, method: str, timeout: float) -> None:
+        """Call a last method, unless a call is under way or was given up; then end the process in any case.
+
+        Raises what the method raised; that the process is dead, or too slow, is no error here.
+        """
+        try:
+            if self._busy.acquire(blocking=False):
+                try:
+                    if not self._owed:
+                        self._ask(method, ())
+                        self._answer(timeout)
+                finally:
+                    self._busy.release()
+        except (ChildDied, TimeoutError):
+            pass
+        finally:
+            self.kill()
+
     def kill(self) -> None:
-        """End the process and its children at once, and reap it."""
+        """End the process and its children at once, and reap it. Safe to call twice."""
+        if self._killed:
+            return  # the number may name another process by now
+        self._killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._channel.close()
 
 
+# -P: no folder of the user's comes before the standard library; -u: what is printed survives a kill.
 def _start(fd: int, out: Any, threads: int) -> subprocess.Popen[bytes]:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path), "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-c", _BOOT, str(fd), str(os.getpid())]
-    return subprocess.Popen(command, pass_fds=[fd], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+        "OMP_NUM_THREADS": str(threads),
+    }
+    command = [sys.executable, "-P", "-u", "-c", _BOOT, str(fd), str(os.getpid())]
+    return subprocess.Popen(
+        command, pass_fds=[fd], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+    )
 
 
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         os._exit(1)
+
+
+def _kill_group_at_end(fd: int) -> None:
+    """Leave a process behind that only waits for the end of this one, then kills the group and so itself.
+
+    The kernel's parent-death signal reaches this process but not what it has started.
+    """
+    worker = os.getpid()
+    if os.fork():
+        return
+    os.close(fd)  # or the end of the worker would not be seen at the other end
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() == worker:
+        signal.sigwait({signal.SIGUSR1})
+    os.killpg(0, signal.SIGKILL)
 
 
 def serve(fd: int, parent: int) -> None:
     """The main function of a child."""
     die_with_parent(parent)
+    _kill_group_at_end(fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     channel = Channel(socket.socket(fileno=fd))
     try:
@@ -230,21 +311,17 @@ def serve(fd: int, parent: int) -> None:
             _serve_one(channel, getattr(served, method), args)
     except (EOFError, ConnectionError):
         return
-    finally:
-        sys.stdout.flush()
 
 
 def _serve_one(channel: Channel, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         value = function(*args)
-        if hasattr(value, "__next__"):
+        if isinstance(value, Iterator):
             for item in value:
                 channel.send(("item", item))
             value = None
         channel.send(("done", value))
-    except (BrokenPipeError, EOFError):
-        raise
-    except Exception as e:
+    except Exception as e:  # if it is the channel that broke, this raises again and ends the process
         channel.send(("error", _portable(e)))
 
 
@@ -264,7 +341,14 @@ def wait_gone(pids: list[int], seconds: float) -> list[int]:
     """Those of the processes that still exist after `seconds`."""
     deadline = time.monotonic() + seconds
     alive = list(pids)
-    while alive and time.monotonic() < deadline:
-        alive = [p for p in alive if Path(f"/proc/{p}").exists() and "Z" not in Path(f"/proc/{p}/stat").read_text().split(")")[1][:3]]
+    while (alive := [p for p in alive if _runs(p)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process exists and is not a zombie (state after the name in parentheses, proc(5))."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

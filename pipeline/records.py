@@ -1,11 +1,10 @@
 """Records: what flows between stages. Frozen dataclasses of NumPy arrays on the host, ragged where rows differ.
 
-A record's fields are of four kinds, told apart by their annotation:
+The annotation of a field says what it is:
 
-- a column, `np.ndarray` with first dimension B (one entry a row);
-- a ragged column, `Ragged` (row i is `values[offsets[i]:offsets[i+1]]`);
-- a scalar that all rows share (`int`, `float`, `str`, `bool`, `tuple`, or a frozen dataclass of those);
-- `Rows` adds the columns that identify a row, and with them `take`, `split`, `concat` and `align`.
+- `np.ndarray`: a column, with first dimension B (one entry a row);
+- `Ragged`: a ragged column (row i is `values[offsets[i]:offsets[i+1]]`);
+- anything else: a value that all rows share (`int`, `float`, `str`, `bool`, `tuple`, or a frozen dataclass of those).
 
 `split` and `concat` are exact inverses (tests/pipeline/test_records.py holds the properties).
 """
@@ -15,7 +14,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 from typing import Any, Self, get_type_hints
 
 import numpy as np
@@ -25,19 +25,21 @@ import numpy as np
 class Ragged:
     """B rows of unequal length, stored without padding.
 
-    `values` [N] (any dtype), `offsets` [B+1] int64, `offsets[0] == 0`, non-decreasing, `offsets[B] == N`.
-    Example: rows [7, 8], [], [9] are values [7, 8, 9], offsets [0, 2, 2, 3].
+    `values` [N] (any dtype but object), `offsets` [B+1] int64, `offsets[0] == 0`, non-decreasing,
+    `offsets[B] == N`. Example: rows [7, 8], [], [9] are values [7, 8, 9], offsets [0, 2, 2, 3].
     """
 
     values: np.ndarray
     offsets: np.ndarray
 
     def __post_init__(self) -> None:
-        off = self.offsets
-        if off.dtype != np.int64 or off.ndim != 1 or self.values.ndim != 1 or len(off) < 1:
-            raise ValueError(f"offsets must be int64 [B+1] and values [N]; got {off.dtype} {off.shape}, {self.values.shape}")
-        if off[0] != 0 or off[-1] != len(self.values) or (len(off) > 1 and np.any(np.diff(off) < 0)):
-            raise ValueError(f"offsets must rise from 0 to {len(self.values)}; got {off[0]} .. {off[-1]}")
+        values, off = self.values, self.offsets
+        if values.ndim != 1 or values.dtype.hasobject or off.dtype != np.int64 or off.ndim != 1 or len(off) < 1:
+            got = f"{values.dtype} {values.shape}, {off.dtype} {off.shape}"
+            raise ValueError(f"a Ragged takes values [N] of plain numbers and offsets [B+1] int64; got {got}")
+        if off[0] != 0 or off[-1] != len(values) or np.any(np.diff(off) < 0):
+            shown = f"{off[:3].tolist()} ... {off[-3:].tolist()}"
+            raise ValueError(f"offsets must rise from 0 to {len(values)}; got {shown}")
 
     @classmethod
     def of(cls, rows: Iterable[Any], dtype: Any) -> Self:
@@ -78,10 +80,10 @@ class Ragged:
     def json(self, row: int) -> Any:
         return json.loads(self[row].tobytes())
 
-    def take(self, rows: np.ndarray) -> Ragged:
-        """Rows in the given order; a row may be taken more than once."""
-        rows = np.asarray(rows, np.int64)
-        starts, lengths = self.offsets[:-1][rows], self.lengths[rows]
+    def take(self, rows: Sequence[int] | np.ndarray) -> Ragged:
+        """Rows by position, in the given order; a row may be taken more than once."""
+        positions = _positions(rows)
+        starts, lengths = self.offsets[:-1][positions], self.lengths[positions]
         offsets = offsets_of(lengths)
         index = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Ragged(self.values[index], offsets)
@@ -94,10 +96,12 @@ class Ragged:
         """int64 [N]: the row each value belongs to."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
-    @staticmethod
-    def concat(parts: Sequence[Ragged]) -> Ragged:
-        lengths = np.concatenate([p.lengths for p in parts])
-        return Ragged(np.concatenate([p.values for p in parts]), offsets_of(lengths))
+
+def _positions(rows: Sequence[int] | np.ndarray) -> np.ndarray:
+    positions = np.asarray(rows) if len(rows) else np.empty(0, np.int64)
+    if positions.dtype.kind not in "iu":
+        raise TypeError(f"rows are taken by position, not by {positions.dtype}; np.flatnonzero gives those of a mask")
+    return positions
 
 
 def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -109,41 +113,41 @@ def offsets_of(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Record:
-    """Base of all records; `columns()` gives every array with a name, for transport and comparison."""
+    """Base of all records. TypeError if a field is not what its annotation says."""
 
-    def columns(self) -> dict[str, np.ndarray]:
-        out: dict[str, np.ndarray] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Ragged):
-                out[f"{f.name}.values"], out[f"{f.name}.offsets"] = value.values, value.offsets
-            elif isinstance(value, np.ndarray):
-                out[f.name] = value
-        return out
-
-    def scalars(self) -> dict[str, Any]:
-        return {f.name: v for f in fields(self) if not isinstance(v := getattr(self, f.name), (np.ndarray, Ragged))}
-
-    @classmethod
-    def rebuild(cls, columns: dict[str, np.ndarray], scalars: dict[str, Any]) -> Self:
-        """Inverse of `columns()` and `scalars()`."""
-        values: dict[str, Any] = dict(scalars)
-        for f in fields(cls):
-            if f.name in columns:
-                values[f.name] = columns[f.name]
-            elif f"{f.name}.values" in columns:
-                values[f.name] = Ragged(columns[f"{f.name}.values"], columns[f"{f.name}.offsets"])
-        return cls(**values)
+    def __post_init__(self) -> None:
+        for name, kind in _kinds(type(self)).items():
+            value = getattr(self, name)
+            fits = type(value) is int if kind is int else isinstance(value, (int, float) if kind is float else kind)
+            if not fits or (kind is np.ndarray and value.dtype.hasobject):
+                got = f"{value.dtype} array" if isinstance(value, np.ndarray) else type(value).__name__
+                raise TypeError(f"{type(self).__name__}.{name} must be {kind.__name__}, got {got}")
 
     def same(self, other: Record) -> bool:
-        """Equal in type, scalars and every byte of every column (NaN equals NaN)."""
-        a, b = self.columns(), other.columns()
-        return (
-            type(self) is type(other)
-            and self.scalars() == other.scalars()
-            and a.keys() == b.keys()
-            and all(x.dtype == b[k].dtype and x.shape == b[k].shape and x.tobytes() == b[k].tobytes() for k, x in a.items())
+        """Equal in type, shared values and every byte of every column (NaN equals NaN)."""
+        return type(self) is type(other) and all(
+            _same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)
         )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Ragged):
+        return _same(a.values, b.values) and _same(a.offsets, b.offsets)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return a == b
+
+
+@cache
+def _kinds(cls: type[Record]) -> dict[str, type]:
+    """The types of fields that can be checked: a Literal or a parametrised tuple is left to pyright."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls) if isinstance(hints[f.name], type)}
+
+
+@cache
+def _columns(cls: type[Record]) -> tuple[str, ...]:
+    return tuple(n for n, kind in _kinds(cls).items() if kind in (np.ndarray, Ragged))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -151,73 +155,78 @@ class Rows(Record):
     """A record of B rows.
 
     `row_id` int64 [B] names a row for as long as it lives; `group_id` int64 [B] names the prompt it came
-    from. `step` is the training step the batch belongs to, and travels with it, so that stages may work on
+    from; `group_size` is how many rows each group has in the whole batch (0: the record does not say).
+    `step` is the training step the batch belongs to, and travels with it, so that stages may work on
     several steps at once.
     """
 
     step: int
+    group_size: int = 0
     row_id: np.ndarray
     group_id: np.ndarray
 
     def __post_init__(self) -> None:
-        kinds, size = _kinds(type(self)), len(self.row_id)
-        for name, kind in kinds.items():
-            value = getattr(self, name)
-            if kind is np.ndarray and not isinstance(value, np.ndarray) or kind is Ragged and not isinstance(value, Ragged):
-                raise TypeError(f"{type(self).__name__}.{name} must be {kind.__name__}, got {type(value).__name__}")
-            if kind in (np.ndarray, Ragged) and len(value) != size:
-                raise ValueError(f"{type(self).__name__}.{name} has {len(value)} rows, row_id has {size}")
+        super(Rows, self).__post_init__()  # a slotted dataclass is made anew, which the bare super() does not know
+        for name in ("row_id", "group_id"):
+            ids = getattr(self, name)
+            if ids.dtype != np.int64 or ids.ndim != 1:
+                raise ValueError(f"{type(self).__name__}.{name} must be int64 [B]; got {ids.dtype} {ids.shape}")
+        for name in _columns(type(self)):
+            if (size := len(getattr(self, name))) != len(self):
+                raise ValueError(f"{type(self).__name__}.{name} has {size} rows, row_id has {len(self)}")
 
     def __len__(self) -> int:
         return len(self.row_id)
 
-    def take(self, rows: np.ndarray) -> Self:
+    def shared(self) -> dict[str, Any]:
+        """What all rows have in common."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _columns(type(self))}
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> Self:
         """Rows by position, in the given order."""
-        rows = np.asarray(rows, np.int64)
-        changed = {n: v.take(rows) if isinstance(v := getattr(self, n), Ragged) else v[rows] for n in _columns(type(self))}
-        return replace(self, **changed)
+        at = _positions(rows)
+        columns = {name: getattr(self, name) for name in _columns(type(self))}
+        return replace(self, **{n: c.take(at) if isinstance(c, Ragged) else c[at] for n, c in columns.items()})
 
     def split(self, sizes: Sequence[int]) -> list[Self]:
         """Consecutive parts of the given sizes, which must add up to B."""
         if sum(sizes) != len(self) or min(sizes, default=0) < 0:
             raise ValueError(f"sizes {list(sizes)} do not add up to {len(self)} rows")
-        ends = offsets_of(sizes)
-        return [self.take(np.arange(ends[i], ends[i + 1])) for i in range(len(sizes))]
+        return [self.take(np.arange(start, end)) for start, end in pairwise(offsets_of(sizes))]
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """One record of all rows; the scalars of the parts must be equal."""
+        """One record of all rows. ValueError if the parts differ in type, in shared values or in a dtype."""
         if not parts:
             raise ValueError(f"cannot concat zero parts of {cls.__name__}")
         first = parts[0]
         for p in parts[1:]:
-            if type(p) is not type(first) or p.scalars() != first.scalars():
-                raise ValueError(f"parts of {type(first).__name__} differ in type or shared values: {p.scalars()} vs {first.scalars()}")
-        joined: dict[str, Any] = {}
-        for name in _columns(type(first)):
-            values = [getattr(p, name) for p in parts]
-            joined[name] = Ragged.concat(values) if isinstance(values[0], Ragged) else np.concatenate(values)
-        return replace(first, **joined)
+            if type(p) is not type(first) or p.shared() != first.shared():
+                raise ValueError(f"parts of {type(first).__name__} differ: {p.shared()} and {first.shared()}")
+        return replace(first, **{n: _joined(n, [getattr(p, n) for p in parts]) for n in _columns(type(first))})
 
     def align(self, row_ids: np.ndarray) -> Self:
         """The rows named by `row_ids`, in that order. KeyError if one is missing."""
-        order = np.argsort(self.row_id, kind="stable")
-        place = np.searchsorted(self.row_id, row_ids, sorter=order)
-        missing = (place == len(self)) | (self.row_id[order[np.minimum(place, len(self) - 1)]] != row_ids) if len(self) else np.ones(len(row_ids), bool)
-        if np.any(missing):
-            raise KeyError(f"{type(self).__name__} has no rows {np.asarray(row_ids)[missing][:8].tolist()}")
-        return self.take(order[place])
+        place = {r: i for i, r in enumerate(self.row_id.tolist())}
+        if missing := [r for r in row_ids.tolist() if r not in place]:
+            raise KeyError(f"{type(self).__name__} has no rows {missing[:8]}")
+        return self.take([place[r] for r in row_ids.tolist()])
+
+    def in_order(self) -> Self:
+        """The rows by ascending `row_id`. ValueError if one comes twice."""
+        ids, counts = np.unique(self.row_id, return_counts=True)
+        if len(ids) < len(self):
+            raise ValueError(f"{type(self).__name__} has rows twice: {ids[counts > 1][:8].tolist()}")
+        return self if np.all(np.diff(self.row_id) > 0) else self.take(np.argsort(self.row_id))
 
 
-@lru_cache(maxsize=None)
-def _kinds(cls: type[Record]) -> dict[str, Any]:
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in fields(cls)}
-
-
-@lru_cache(maxsize=None)
-def _columns(cls: type[Record]) -> tuple[str, ...]:
-    return tuple(n for n, k in _kinds(cls).items() if k in (np.ndarray, Ragged))
+def _joined(name: str, columns: Sequence[Any]) -> Any:
+    if isinstance(columns[0], Ragged):
+        lengths = np.concatenate([c.lengths for c in columns])
+        return Ragged(_joined(name, [c.values for c in columns]), offsets_of(lengths))
+    if len(dtypes := {c.dtype for c in columns}) > 1:
+        raise ValueError(f"parts differ in the dtype of {name}: {', '.join(sorted(map(str, dtypes)))}")
+    return np.concatenate(columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

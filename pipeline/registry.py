@@ -32,6 +32,9 @@ class Entry:
     config: type
     origin: str
 
+    def __str__(self) -> str:
+        return f"{self.role}={self.name}"
+
 
 P = TypeVar("P", bound=type[Part])
 
@@ -42,28 +45,28 @@ def backend(role: str, name: str) -> Callable[[P], P]:
     """Register a class as backend `name` of `role`. TypeError or ValueError if its shape breaks the contract."""
 
     def bind(cls: P) -> P:
-        if getattr(cls, "role", None) != role:
-            raise TypeError(f"{cls.__name__} is registered as '{role}' but extends role '{getattr(cls, 'role', None)}'")
-        entry = Entry(role, name, cls, _config_type(cls), f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}")
+        if getattr(cls, "role", role) != role:
+            raise TypeError(f"{cls.__name__} is registered as role '{role}' but extends role '{cls.role}'")
+        origin = f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+        entry = Entry(role, name, cls, _config_type(cls), origin)
         for other in _entries.values():
-            same = (other.role, other.name) == (role, name)
-            if (same or other.config.__name__ == entry.config.__name__) and other.origin != entry.origin:
-                what = f"{role}={name}" if same else f"config class {entry.config.__name__}"
-                raise ValueError(f"{what} is registered twice: {other.origin} and {entry.origin}")
-        cls.backend = name
+            same = str(other) == str(entry)
+            if (same or other.config.__name__ == entry.config.__name__) and other.origin != origin:
+                what = str(entry) if same else f"config class {entry.config.__name__}"
+                raise ValueError(f"{what} is registered twice: {other.origin} and {origin}")
+        cls.role, cls.backend = role, name
         _entries[role, name] = entry
-        ConfigStore.instance().store(group=f"schema/{role}", name=name, node=entry.config, provider=entry.origin)
+        ConfigStore.instance().store(group=f"schema/{role}", name=name, node=entry.config, provider=origin)
         return cls
 
     return bind
 
 
 def _config_type(cls: type[Part]) -> type:
-    parameters = list(inspect.signature(cls.__init__).parameters)[1:]
-    hints = get_type_hints(cls.__init__)
-    config = hints.get(parameters[0]) if parameters else None
+    first = list(inspect.signature(cls.__init__).parameters)[1:2]
+    config = get_type_hints(cls.__init__).get(*first) if first else None
     if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
-        raise TypeError(f"the first constructor parameter of {cls.__name__} must be annotated with its config dataclass")
+        raise TypeError(f"the first constructor parameter of {cls.__name__} must be annotated with its config class")
     return config
 
 
@@ -80,22 +83,23 @@ def entries(role: str | None = None) -> list[Entry]:
 def discover(package: str) -> None:
     """Import every module of a package, so that its backends register themselves.
 
-    A module that fails to import is reported with its own error, never as "not found".
+    PlanError with the own error of each module that fails to import, never "not found".
     """
     problems: list[Problem] = []
-
-    def load(name: str) -> Any:
-        try:
-            return importlib.import_module(name)
-        except Exception as e:
-            last = traceback.extract_tb(e.__traceback__)[-1]
-            missing = isinstance(e, ModuleNotFoundError) and e.name == name
-            hint = f"no module of that name on the path" if missing else f"raised at {last.filename}:{last.lineno}"
-            problems.append(Problem(where="plugins", what=f"importing '{name}' failed: {type(e).__name__}: {e}", hint=hint))
-            return None
-
-    root = load(package)
+    root = _load(package, problems)
     for info in pkgutil.walk_packages(getattr(root, "__path__", []), f"{package}.", onerror=lambda _: None):
-        load(info.name)
+        _load(info.name, problems)
     if problems:
         raise PlanError(problems)
+
+
+def _load(name: str, problems: list[Problem]) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as e:
+        last = traceback.extract_tb(e.__traceback__)[-1]
+        missing = isinstance(e, ModuleNotFoundError) and e.name == name
+        hint = "no module of that name on the path" if missing else f"raised at {last.filename}:{last.lineno}"
+        what = f"importing '{name}' failed: {type(e).__name__}: {e}"
+        problems.append(Problem(where="plugins", what=what, hint=hint))
+        return None

@@ -6,13 +6,14 @@ anything; `open(ctx)` loads; `close()` always runs, also after a failed `open`.
 
 The methods of a stage are its nodes, and their typed signatures are the only declaration of ports:
 
-- `run(**records) -> Record`    the forward phase; weights do not change.
+- `run(**records) -> Rows`      the forward phase; weights do not change.
 - `learn(**records) -> None`    the update phase, after all forwards of a step, in the order of the YAML.
 - `stream(**records)`           yields parts of what `run` would return, as rows finish (capability `streaming`).
 - `publish() -> Snapshot`, `receive(snapshot)`   weights on their way from learner to server. `receive`
                                 returns only when every later row is made with the new weights.
 
-A parameter with a default is an optional port. Numbers a stage measures go to `ctx.meter`.
+A parameter with a default is an optional port. Rows come in ascending order of `row_id`; inputs are not written
+to. Numbers a stage measures go to `ctx.meter`: a sample for each row, not their mean, so that a step may be cut.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from functools import lru_cache
-from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hints
 
 from pipeline.errors import Problem
-from pipeline.records import Record, Rows, Snapshot
+from pipeline.records import Rows, Snapshot
 
 if TYPE_CHECKING:
     from pipeline.context import Context
@@ -34,14 +34,22 @@ if TYPE_CHECKING:
 Grain = Literal["row", "group", "batch"]
 
 
-def setting(default: Any = MISSING, *, doc: str, min: float | None = None, max: float | None = None, above: float | None = None) -> Any:
+def setting(
+    default: Any = MISSING,
+    *,
+    doc: str,
+    min: float | None = None,
+    max: float | None = None,
+    above: float | None = None,
+) -> Any:
     """A field of a config dataclass: its default, what it means (with unit), and the range that is allowed.
 
-    `min` and `max` are inclusive, `above` is exclusive. A list or dict default is copied for each instance.
+    `min` and `max` are inclusive, `above` is exclusive. A list or dict default is copied for each instance; a
+    dataclass stands for one made of its own defaults.
     """
     meta = {"doc": doc, "min": min, "max": max, "above": above}
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=meta)
+        return field(default_factory=default.copy, metadata=meta)
     if isinstance(default, type):
         return field(default_factory=default, metadata=meta)
     return field(default=default, metadata=meta)
@@ -95,7 +103,7 @@ class Stage(Part):
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
 
-    def run(self, **records: Any) -> Record:
+    def run(self, **records: Any) -> Rows:
         raise TypeError(f"{type(self).__name__} takes no part in the forward phase")
 
     def learn(self, **records: Any) -> None:
@@ -103,10 +111,7 @@ class Stage(Part):
 
     def stream(self, **records: Any) -> Iterator[Rows]:
         """Parts of what `run` returns, each with whole rows; together all rows, in any order."""
-        out = self.run(**records)
-        if not isinstance(out, Rows):
-            raise TypeError(f"{type(self).__name__}.run returned {type(out).__name__}, which has no rows to stream")
-        yield out
+        yield self.run(**records)
 
     def publish(self) -> Snapshot:
         raise TypeError(f"{type(self).__name__} has no weights to publish")
@@ -122,17 +127,16 @@ class Stage(Part):
 class Port:
     """An input of a stage's method, read from its signature."""
 
-    name: str
-    type: type[Record]
+    type: type[Rows]
     optional: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Inputs and output of one method of a stage class; `output` is None where nothing is returned."""
+    """Inputs by name and output of one method of a stage class; `output` is None where nothing is returned."""
 
     inputs: dict[str, Port]
-    output: type[Record] | None
+    output: type[Rows] | None
 
 
 def has(cls: type[Stage], method: str) -> bool:
@@ -140,25 +144,25 @@ def has(cls: type[Stage], method: str) -> bool:
     return getattr(cls, method) is not getattr(Stage, method)
 
 
-@lru_cache(maxsize=None)
+@cache
 def ports(cls: type[Stage], method: Literal["run", "learn"]) -> Ports:
-    """TypeError says which annotation is missing or not a record."""
+    """TypeError says which annotation is missing or not a record of rows."""
     function = getattr(cls, method)
     hints = get_type_hints(function)
     inputs: dict[str, Port] = {}
     for p in list(inspect.signature(function).parameters.values())[1:]:
-        kind = _record_type(hints.get(p.name))
+        kind = _rows_type(hints.get(p.name))
         if kind is None or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-            raise TypeError(f"{cls.__module__}.{cls.__name__}.{method}: parameter '{p.name}' needs a record type as annotation")
-        inputs[p.name] = Port(p.name, kind, p.default is not p.empty)
-    return Ports(inputs, _record_type(hints.get("return")))
+            where = f"{cls.__module__}.{cls.__name__}.{method}"
+            raise TypeError(f"{where}: parameter '{p.name}' needs a record type (a subclass of Rows) as annotation")
+        inputs[p.name] = Port(kind, p.default is not p.empty)
+    return Ports(inputs, _rows_type(hints.get("return")))
 
 
-def _record_type(hint: Any) -> type[Record] | None:
-    if get_origin(hint) in (Union, UnionType):
-        inner = [a for a in get_args(hint) if a is not type(None)]
-        hint = inner[0] if len(inner) == 1 else None
-    return hint if isinstance(hint, type) and issubclass(hint, Record) else None
+def _rows_type(hint: Any) -> type[Rows] | None:
+    """The record type in `X` or `X | None`."""
+    kinds = [k for k in get_args(hint) or (hint,) if isinstance(k, type) and issubclass(k, Rows)]
+    return kinds[0] if len(kinds) == 1 else None
 
 
 def component_types(cls: type[Part]) -> dict[str, type[Component]]:

@@ -6,9 +6,10 @@ Token-level columns of one record share their offsets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -121,7 +122,8 @@ class RewardBatch(Rows):
     """From a reward: one score a rollout.
 
     `score`: float32 [B], NaN where unscored. `accuracy`: float32 [B], whether the answer is right, in 0..1,
-    NaN where unscored. `parts`: float32 [B, P], the unweighted parts named by `part_names`.
+    NaN where unscored. `parts`: float32 [B, P], the unweighted parts named by `part_names`, which are sorted;
+    NaN where a row has no such part.
     `status` uint8 (Status): the rollout's own status, or UNSCORED; `reason`: text.
     """
 
@@ -131,6 +133,22 @@ class RewardBatch(Rows):
     parts: np.ndarray
     status: np.ndarray
     reason: Ragged
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Which parts a score has may differ from row to row; the whole names all of them."""
+        if len({p.part_names for p in parts}) > 1:
+            names = tuple(sorted({n for p in parts for n in p.part_names}))
+            parts = [p.with_parts(names) for p in parts]
+        return super(RewardBatch, cls).concat(parts)  # slots=True makes a new class, so plain super() is lost
+
+    def with_parts(self, names: tuple[str, ...]) -> Self:
+        """The same rows with these columns of parts; NaN where there was none."""
+        columns = np.full((len(self), len(names)), np.nan, np.float32)
+        for i, name in enumerate(names):
+            if name in self.part_names:
+                columns[:, i] = self.parts[:, self.part_names.index(name)]
+        return replace(self, part_names=names, parts=columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.config import RootConfig
+from pipeline.plan import Facts
 from pipeline.records import Ragged
 from stages.records import (
     AdvantageBatch,
@@ -70,6 +72,11 @@ def _per_token(ids: Ragged, values: Any, dtype: Any) -> Ragged:
     if not np.array_equal(out.offsets, ids.offsets):
         raise ValueError(f"a column of tokens has lengths {out.lengths.tolist()}, not {ids.lengths.tolist()}")
     return out
+
+
+def plan_facts(key: str, *, fed: Sequence[str] = (), fed_learn: Sequence[str] = (), **values: Any) -> Facts:
+    """What a part's `check` is given at plan time: its config key and the facts of the others."""
+    return Facts(key, values, frozenset(fed), frozenset(fed_learn), RootConfig())
 
 
 def prompt_batch(

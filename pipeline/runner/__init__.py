@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from pipeline.records import Record
+from pipeline.records import Rows
 from pipeline.stage import Component
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class Runner(Component):
 
     role: ClassVar[str] = "runner"
 
-    def steps(self, program: Program, first: int, count: int) -> Iterator[tuple[int, dict[str, Record]]]:
+    def steps(self, program: Program, first: int, count: int) -> Iterator[tuple[int, dict[str, Rows]]]:
         """Each step's number and forward records, once its learning and publishing are done."""
         for step in range(first, first + count):
             records = self.forward(program, step)
@@ -28,5 +28,5 @@ class Runner(Component):
             yield step, records
 
     @abstractmethod
-    def forward(self, program: Program, step: int) -> dict[str, Record]:
+    def forward(self, program: Program, step: int) -> dict[str, Rows]:
         """The records of every forward node, by node."""

@@ -15,8 +15,8 @@ class FieldNames:
     """Which keys of a JSON row hold what. A dot goes into nested objects: `reward_model.ground_truth`."""
 
     prompt: str = setting("prompt", doc="a string, or a list of chat messages")
-    ground_truth: str = setting("answer", doc="the answer; what the reward is given")
-    ground_truth_after: str = setting("", doc="if set, the answer is the text after the last occurrence of this mark")
+    ground_truth: str = setting("answer", doc="the answer, which the reward is given; empty: rows have none")
+    ground_truth_after: str = setting("", doc="if set, the answer is the text after the last of these marks, stripped")
     data_source: str = setting("data_source", doc="a name; may be missing")
     extra: str = setting("extra_info", doc="an object for the reward; may be missing")
 
@@ -37,10 +37,10 @@ class SamplingOverride:
 class LoaderConfig:
     """Settings of every loader."""
 
-    path: str = setting(doc="a JSONL file")
+    path: str = setting(doc="a JSONL file; a relative path is looked for here, then in the checkout")
     batch_size: int = setting(32, min=0, doc="prompts a step; 0: the whole file")
     shuffle: bool = setting(True, doc="a seeded permutation each epoch")
-    limit: int = setting(0, min=0, doc="use only the first rows of the file; 0: all")
+    limit: int = setting(0, min=0, doc="look at and use only this many first rows; 0: all")
     purpose: str = setting("train", doc="train or eval: travels with the batch")
     fields: FieldNames = setting(FieldNames, doc="where in a row things are")
     system_prompt: str = setting("", doc="if set, the prompt becomes a chat with this system message")
@@ -54,7 +54,10 @@ class Loader(Stage):
 
     `row_id` counts the prompts of the run: prompt k of call c (both from 0) is `c * batch_size + k`, and
     `step` is c + 1. Loaders of one file give the same rows, in the same order, with the same errors, whatever
-    the backend. State: the number of calls.
+    the backend. A file is UTF-8, one JSON object a line; blank lines are skipped. All its rows are looked at
+    when the loader opens: bad ones are an error that lists file, line, byte and reason of the first ten.
+    State: the number of calls (and the sizes it counts in, to refuse another file).
+    Facts: `prompts_per_step`, `chat_prompts`. Metric, for `purpose == "train"` only: `loader/rows_per_s`.
     """
 
     role: ClassVar[str] = "loader"

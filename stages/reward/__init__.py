@@ -22,8 +22,11 @@ class RewardConfig:
 class Reward(Stage):
     """A row that cannot be scored gets status UNSCORED, a reason and NaN, never 0.
 
+    A row whose rollout is not OK is not scored, and keeps its status and reason.
+
     Metrics: for training `reward/mean`, `reward/accuracy`, `reward/<part>/mean` over scored rows and
-    `reward/unscored` (a count); for evaluation `eval/accuracy`, `eval/reward`, `eval/unscored`.
+    `reward/unscored` (a count); for evaluation `eval/accuracy` over all rows, where one without a score is not
+    right, `eval/reward` over scored rows, and `eval/unscored`, which counts the others.
     """
 
     role: ClassVar[str] = "reward"

@@ -1,0 +1,130 @@
+"""What trainer and critic have in common when they learn: settings, mini-batches, the guarded optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.context import Context
+from pipeline.errors import Problem
+from pipeline.stage import setting
+from stages.records import AdvantageBatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.plan import Facts
+
+MOST_SKIPPED = 3
+"""Updates in a row whose gradient is not finite before the run is given up."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LearningConfig:
+    """Settings of every stage that learns by AdamW (Loshchilov and Hutter 2019)."""
+
+    lr: float = setting(1e-3, above=0, doc="learning rate; 1e-6 is usual for models of a billion parameters")
+    weight_decay: float = setting(0.0, min=0, doc="decoupled weight decay")
+    beta1: float = setting(0.9, min=0, max=0.9999, doc="decay of Adam's first moment")
+    beta2: float = setting(0.999, min=0, max=0.999999, doc="decay of Adam's second moment")
+    clip_grad: float = setting(1.0, min=0, doc="largest gradient norm; 0: no limit")
+    mini_batch: int = setting(0, min=0, doc="rows an update; 0: all rows of the step")
+    epochs: int = setting(1, min=1, doc="passes over the rows of a step")
+    micro_tokens: int = setting(8192, min=1, doc="tokens, padding and prompts included, of one forward pass")
+
+
+def rows_per_step(facts: Facts) -> int | None:
+    """Rows of a step, where the plan knows."""
+    prompts, samples = facts.values.get("prompts_per_step"), facts.values.get("samples_per_prompt")
+    return prompts * samples if prompts and samples else None
+
+
+def check_mini_batch(facts: Facts, mini_batch: int) -> Iterable[Problem]:
+    """A mini-batch size that does not divide the rows of a step would give some rows more weight than others."""
+    rows = rows_per_step(facts)
+    if rows and mini_batch and rows % mini_batch:
+        legal = [n for n in range(1, rows + 1) if rows % n == 0]
+        below, above = max(n for n in legal if n < mini_batch), min((n for n in legal if n > mini_batch), default=None)
+        nearest = f"{below} or {above}" if above else f"{below}"
+        made = f"{facts.values['prompts_per_step']} prompts x {facts.values['samples_per_prompt']} samples"
+        what = f"{mini_batch} rows do not divide the {rows} rows of a step ({made})"
+        yield Problem(where=f"{facts.key}.mini_batch", what=what, hint=f"nearest that do: {nearest}; 0 takes all rows")
+
+
+def mini_batches(ctx: Context, cfg: LearningConfig, advantages: AdvantageBatch) -> Iterator[np.ndarray]:
+    """Positions of the rows of each update, in a seeded order; only rows with something to learn.
+
+    Sizes come from all rows, so an update may have fewer, or none: those are counted and left out.
+    """
+    learnable = np.zeros(len(advantages), bool)
+    learnable[advantages.mask.row_of_value()[advantages.mask.values]] = True
+    size = cfg.mini_batch or max(len(advantages), 1)
+    for epoch in range(cfg.epochs):
+        order = np.argsort(ctx.seed(f"{ctx.node}/order/{epoch}", advantages.step, advantages.row_id), kind="stable")
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
+            rows = rows[learnable[rows]]
+            if len(rows):
+                yield rows
+            else:
+                ctx.meter.add(f"{ctx.node}/empty_mini_batches", 1, "sum")
+
+
+def batch_info(mask: torch.Tensor, loss_scale_factor: float | None) -> dict[str, Any]:
+    """verl's counts of a mini-batch, with which its micro-batches' losses add up to the whole's.
+
+    `mask` bool [B, T]. Rows without a valid token are not counted, so the sum equals the plain mean.
+    """
+    rows = int(mask.any(-1).sum())
+    return {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": rows, "loss_scale_factor": loss_scale_factor}
+
+
+class Optimizer:
+    """AdamW with clipping, and a guard: a gradient that is not finite changes neither weights nor moments."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], cfg: LearningConfig, ctx: Context):
+        import torch
+
+        self.cfg, self.ctx = cfg, ctx
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.adam = torch.optim.AdamW(self.parameters, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
+        self._skipped = 0
+
+    def step(self) -> float | None:
+        """Update with the gradients that were accumulated, and clear them; the gradient's norm before clipping.
+
+        None if it was not finite and the update was skipped; ArithmeticError after several in a row.
+        """
+        import torch
+
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_grad or math.inf))
+        finite = math.isfinite(norm)
+        if finite:
+            self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
+        self._skipped = 0 if finite else self._skipped + 1
+        self.ctx.meter.add(f"{self.ctx.node}/updates", int(finite), "sum")
+        self.ctx.meter.add(f"{self.ctx.node}/skipped_updates", int(not finite), "sum")
+        if self._skipped >= MOST_SKIPPED:
+            what = f"{self._skipped} updates in a row had a gradient that is not finite, and were skipped"
+            raise ArithmeticError(f"{what}; lower {self.ctx.node}.lr (now {self.cfg.lr}), or look for extreme rewards and log-probs")
+        return norm if finite else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adam": cloned(self.adam.state_dict()["state"]), "skipped": self._skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Moments come from the state; the learning rate and its kin from the settings of this run."""
+        self.adam.load_state_dict({"state": cloned(state["adam"]), "param_groups": self.adam.state_dict()["param_groups"]})
+        self._skipped = state["skipped"]
+
+
+def cloned(value: Any) -> Any:
+    """A deep copy of nested dicts of tensors, on the host: later updates do not reach it."""
+    if isinstance(value, dict):
+        return {k: cloned(v) for k, v in value.items()}
+    return value.detach().to("cpu", copy=True) if hasattr(value, "detach") else value
