@@ -11,7 +11,6 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,7 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.errors import PlanError, Problem, listed, near
 from pipeline.graph import GraphConfig
-from pipeline.registry import Entry, discover, entry_of
+from pipeline.placement import Placement
+from pipeline.registry import Entry, discover, entries, entry_of
 from pipeline.stage import setting
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -37,11 +37,6 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 class Mode(Enum):
     run = "run"
     plan = "plan"
-
-
-class Placement(Enum):
-    local = "local"
-    process = "process"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,6 +117,8 @@ def prepare(line: CommandLine) -> None:
     ConfigStore.instance().store(group="schema", name="root", node=root, provider="pipeline.config")
     for package in ("pipeline.runner", "stages", *_plugins(line.overrides)):
         discover(package)
+    for e in entries():
+        ConfigStore.instance().store(group=f"schema/{e.role}", name=e.name, node=e.config, provider=e.origin)
 
 
 def _plugins(overrides: Sequence[str]) -> list[str]:
@@ -151,30 +148,34 @@ def load(line: CommandLine) -> tuple[Configured, list[Problem]]:
 def _compose(overrides: Sequence[str]) -> tuple[DictConfig, list[Problem]]:
     """Compose with as many overrides as can be applied; one problem for each that cannot.
 
-    Hydra stops at the first bad override, so after a failure they are added one by one, again and again
-    as long as that helps: an override may depend on another that stands behind it.
+    Hydra stops at the first bad override. So those that fail together are tried by halves, and those that fail
+    alone are tried again as long as others went well: an override may depend on one that stands behind it.
     """
+    cfg, kept, failed, rest = None, list[str](), dict[str, Exception](), list(overrides)
 
-    def attempt(applied: Sequence[str]) -> DictConfig:
-        return compose("config", overrides=list(applied), return_hydra_config=True)
+    def add(texts: list[str]) -> None:
+        nonlocal cfg
+        try:
+            cfg = compose("config", overrides=[*kept, *texts], return_hydra_config=True)
+            kept.extend(texts)
+        except (HydraException, OmegaConfBaseException, ValueError) as e:
+            if not texts:
+                raise PlanError([Problem(where="conf", what=f"does not compose by itself: {_first_line(e)}")]) from e
+            if len(texts) == 1:
+                failed[texts[0]] = e
+            else:
+                add(texts[: len(texts) // 2])
+                add(texts[len(texts) // 2 :])
 
-    failures = (HydraException, OmegaConfBaseException, ValueError)
-    with suppress(*failures):
-        return attempt(overrides), []
-    try:
-        cfg = attempt([])
-    except failures as e:
-        raise PlanError([Problem(where="conf", what=f"does not compose by itself: {_first_line(e)}")]) from e
-    kept: list[str] = []
-    rest, failed = list(overrides), dict[str, Exception]()
+    add(rest)
     while len(failed) < len(rest):
-        rest, failed = list(failed) or rest, {}
+        rest = list(failed)
+        failed.clear()
         for text in rest:
-            try:
-                cfg = attempt([*kept, text])
-                kept.append(text)
-            except failures as e:
-                failed[text] = e
+            add([text])
+    if cfg is None:
+        add([])
+    assert cfg is not None
     return cfg, [_override_problem(text, e, cfg) for text, e in failed.items()]
 
 
@@ -207,7 +208,7 @@ def read(
     if root is None:
         raise PlanError(problems)
     parts: dict[str, Any] = {}
-    entries: dict[str, Entry] = {}
+    found: dict[str, Entry] = {}
     for key in (str(k) for k in cfg if k not in known and k != "hydra"):
         node = cfg._get_node(key)
         entry = entry_of(OmegaConf.get_type(node)) if isinstance(node, DictConfig) else None
@@ -216,11 +217,11 @@ def read(
             hint = f"an option file must extend one: '- /schema/<role>/<backend>@_here_'; {near(key, known)}"
             problems.append(Problem(where=key, what=what, hint=hint))
             continue
-        entries[key] = entry
+        found[key] = entry
         parts[key], bad = _typed(key, node, entry.config)
         problems += bad
     run_dir = Path(str(OmegaConf.select(cfg, "hydra.run.dir", default="outputs")))
-    return Configured(root, parts, entries, run_dir, tuple(overrides)), problems
+    return Configured(root, parts, found, run_dir, tuple(overrides)), problems
 
 
 def _typed(where: str, node: DictConfig, schema: type) -> tuple[Any, list[Problem]]:

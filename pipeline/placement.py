@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
-from pipeline.config import Placement
 from pipeline.context import Context
 from pipeline.metrics import Samples
-from pipeline.plan import PartSpec
 from pipeline.process import Child
 from pipeline.records import Rows, Snapshot
+from pipeline.registry import PartSpec
 from pipeline.stage import Stage
 
 CLOSE_S = 30.0
 """Seconds that a stage may take to close before its process is killed."""
+
+
+class Placement(Enum):
+    local = "local"
+    process = "process"
 
 
 def place(spec: PartSpec, placement: Placement) -> Stage:

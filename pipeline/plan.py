@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import registry
-from pipeline.config import CommandLine, Configured, Mode, Placement, RootConfig, load, plain
+from pipeline.config import CommandLine, Configured, Mode, RootConfig, load, plain
 from pipeline.errors import PlanError, Problem, listed, near
 from pipeline.graph import Graph, build
+from pipeline.placement import Placement
+from pipeline.registry import PartSpec
 from pipeline.stage import Part, Stage, component_types, has, ports
 
 
@@ -29,27 +31,6 @@ class Facts:
     fed: frozenset[str]
     fed_learn: frozenset[str]
     root: RootConfig
-
-
-@dataclass(frozen=True, slots=True)
-class PartSpec:
-    """How to build a part, here or in another process: class, config and the components it holds. Picklable."""
-
-    key: str
-    cls: type[Any]
-    config: Any
-    components: dict[str, PartSpec]
-
-    def __str__(self) -> str:
-        return f"{self.cls.role}={self.cls.backend}"
-
-    def build(self) -> Any:
-        return self.cls(self.config, **{name: c.build() for name, c in self.components.items()})
-
-    def walk(self) -> Iterator[PartSpec]:
-        yield self
-        for c in self.components.values():
-            yield from c.walk()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +125,8 @@ def _spec(key: str, configured: Configured, problems: list[Problem], role: type[
     entry = configured.entries.get(key)
     if entry is None:
         able = [str(e) for e in registry.entries() if issubclass(e.cls, role)]
-        problems.append(Problem(where=key, what="is missing", hint=f"choose one of: {listed(able)}"))
+        if not any(p.where == key for p in problems):  # else it is there, but was found wrong
+            problems.append(Problem(where=key, what="is missing", hint=f"choose one of: {listed(able)}"))
         return None
     if not issubclass(entry.cls, role):
         problems.append(Problem(where=key, what=f"must be a {role.role}, but {entry} is configured here"))

@@ -214,6 +214,7 @@ class Child:
         except TimeoutError:
             raise
         except (EOFError, OSError) as e:
+            self._owed = 0
             raise ChildDied(self._epitaph()) from e
         self._owed -= kind != "item"
         if kind == "error":
@@ -308,14 +309,14 @@ def serve(fd: int, parent: int) -> None:
             return
         while True:
             method, args = channel.recv()
-            _serve_one(channel, getattr(served, method), args)
+            _serve_one(channel, served, method, args)
     except (EOFError, ConnectionError):
         return
 
 
-def _serve_one(channel: Channel, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _serve_one(channel: Channel, served: Any, method: str, args: tuple[Any, ...]) -> None:
     try:
-        value = function(*args)
+        value = getattr(served, method)(*args)
         if isinstance(value, Iterator):
             for item in value:
                 channel.send(("item", item))

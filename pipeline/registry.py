@@ -1,7 +1,7 @@
-"""Backends by role and name, and their config schemas in Hydra's store.
+"""Backends by role and name.
 
 `@backend("rollout", "hf")` binds a class to the config dataclass that annotates the first parameter of its
-constructor. That dataclass is the only home of defaults; it is stored as `schema/rollout/hf`, and the option
+constructor. That dataclass is the only home of defaults; it becomes the schema `schema/rollout/hf`, and the option
 file `conf/rollout/hf.yaml` extends it. No import path stands in any YAML.
 """
 
@@ -12,11 +12,9 @@ import importlib
 import inspect
 import pkgutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_type_hints
-
-from hydra.core.config_store import ConfigStore
 
 from pipeline.errors import PlanError, Problem
 from pipeline.stage import Part
@@ -34,6 +32,28 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.role}={self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """How to build a part, here or in another process: class, config and the components it holds. Picklable."""
+
+    key: str
+    cls: type[Any]
+    config: Any
+    components: dict[str, PartSpec]
+
+    def __str__(self) -> str:
+        return f"{self.cls.role}={self.cls.backend}"
+
+    def build(self) -> Any:
+        return self.cls(self.config, **{name: c.build() for name, c in self.components.items()})
+
+    def walk(self) -> Iterator[PartSpec]:
+        """This spec and those of all it holds."""
+        yield self
+        for c in self.components.values():
+            yield from c.walk()
 
 
 P = TypeVar("P", bound=type[Part])
@@ -56,7 +76,6 @@ def backend(role: str, name: str) -> Callable[[P], P]:
                 raise ValueError(f"{what} is registered twice: {other.origin} and {origin}")
         cls.role, cls.backend = role, name
         _entries[role, name] = entry
-        ConfigStore.instance().store(group=f"schema/{role}", name=name, node=entry.config, provider=origin)
         return cls
 
     return bind

@@ -103,15 +103,15 @@ class Stage(Part):
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
 
-    def run(self, **records: Any) -> Rows:
+    def run(self, *args: Any, **records: Any) -> Rows:
         raise TypeError(f"{type(self).__name__} takes no part in the forward phase")
 
-    def learn(self, **records: Any) -> None:
+    def learn(self, *args: Any, **records: Any) -> None:
         raise TypeError(f"{type(self).__name__} does not learn")
 
-    def stream(self, **records: Any) -> Iterator[Rows]:
+    def stream(self, *args: Any, **records: Any) -> Iterator[Rows]:
         """Parts of what `run` returns, each with whole rows; together all rows, in any order."""
-        yield self.run(**records)
+        yield self.run(*args, **records)
 
     def publish(self) -> Snapshot:
         raise TypeError(f"{type(self).__name__} has no weights to publish")

@@ -80,7 +80,12 @@ def batch_info(mask: torch.Tensor, loss_scale_factor: float | None) -> dict[str,
     `mask` bool [B, T]. Rows without a valid token are not counted, so the sum equals the plain mean.
     """
     rows = int(mask.any(-1).sum())
-    return {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": rows, "loss_scale_factor": loss_scale_factor}
+    return {
+        "dp_size": 1,
+        "batch_num_tokens": int(mask.sum()),
+        "global_batch_size": rows,
+        "loss_scale_factor": loss_scale_factor,
+    }
 
 
 class Optimizer:
@@ -91,7 +96,9 @@ class Optimizer:
 
         self.cfg, self.ctx = cfg, ctx
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.adam = torch.optim.AdamW(self.parameters, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
+        self.adam = torch.optim.AdamW(
+            self.parameters, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay
+        )
         self._skipped = 0
 
     def step(self) -> float | None:
@@ -111,7 +118,9 @@ class Optimizer:
         self.ctx.meter.add(f"{self.ctx.node}/skipped_updates", int(not finite), "sum")
         if self._skipped >= MOST_SKIPPED:
             what = f"{self._skipped} updates in a row had a gradient that is not finite, and were skipped"
-            raise ArithmeticError(f"{what}; lower {self.ctx.node}.lr (now {self.cfg.lr}), or look for extreme rewards and log-probs")
+            raise ArithmeticError(
+                f"{what}; lower {self.ctx.node}.lr (now {self.cfg.lr}), or look for extreme rewards and log-probs"
+            )
         return norm if finite else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,7 +128,9 @@ class Optimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Moments come from the state; the learning rate and its kin from the settings of this run."""
-        self.adam.load_state_dict({"state": cloned(state["adam"]), "param_groups": self.adam.state_dict()["param_groups"]})
+        self.adam.load_state_dict(
+            {"state": cloned(state["adam"]), "param_groups": self.adam.state_dict()["param_groups"]}
+        )
         self._skipped = state["skipped"]
 
 

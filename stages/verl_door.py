@@ -1,8 +1,8 @@
 """The one door to verl: ragged records become its padded [B, T] tensors and back, and its registries are read.
 
 A plan must know which estimators and losses exist and what they take, and must not pay the ten seconds that
-importing verl costs. So `estimators()` and `policy_losses()` read verl's source with `ast`, and add what
-plug-ins have put into the live registries if verl is loaded already. `core_algos()` loads it; only stages that are open do.
+importing verl costs. So `estimators()` and `policy_losses()` read verl's source with `ast`, and add what plug-ins
+have put into the live registries if verl is loaded already. `core_algos()` loads it: only open stages call it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def _of_source(function: ast.FunctionDef) -> Signature:
     pairs += [(p.arg, d) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
     required = tuple(n for n, d in pairs if d is None)
     defaults = {n: _literal(d) for n, d in pairs if d is not None}
-    return Signature(required, tuple(defaults), a.kwarg is not None, frozenset(_config_reads(function)), defaults, own=True)
+    return Signature(
+        required, tuple(defaults), a.kwarg is not None, frozenset(_config_reads(function)), defaults, own=True
+    )
 
 
 def _config_reads(function: ast.FunctionDef) -> Iterator[str]:
@@ -176,6 +178,6 @@ class Layout:
 def group_index(group_id: np.ndarray) -> np.ndarray:
     """int64 [B]: groups numbered from 0 without gaps.
 
-    Some estimators use the index as a position in an array: a large id allocates that much memory, and a negative one fails.
+    Some estimators use the index as a position in an array: a large id allocates that much, a negative one fails.
     """
     return np.unique(group_id, return_inverse=True)[1].astype(np.int64)

@@ -165,8 +165,10 @@ class Engine:
 
     # -- generation ------------------------------------------------------------------------------------------
 
-    def stream(self, requests: Sequence[Request], sampling: Mapping[str, Any], scale: float) -> Iterator[Response]:
-        """Each response when it is finished. `sampling`: arguments of vLLM's SamplingParams, all that decide the
+    def stream(
+        self, requests: Sequence[Request], sampling: Mapping[str, Any], scale: float
+    ) -> Iterator[list[Response]]:
+        """Responses when they are finished, those of the same moment together. `sampling`: arguments of vLLM's SamplingParams, all that decide the
         distribution; `scale`: factor on the logits. Leaving early aborts the rest.
 
         EngineError if the engine dies, or is silent for too long.
@@ -177,16 +179,27 @@ class Engine:
         done: queue.SimpleQueue[Response | BaseException] = queue.SimpleQueue()
         tasks = self._call(self._submit(requests, sampling, done), self._silence_s)
         try:
-            for _ in requests:
-                try:
-                    item = done.get(timeout=self._silence_s)
-                except queue.Empty:
-                    raise EngineError(f"vLLM finished no response for {self._silence_s:g} s") from None
-                if isinstance(item, BaseException):
-                    raise EngineError(f"{type(item).__name__}: {item}") from item
-                yield item
+            missing = len(requests)
+            while missing:
+                finished = self._finished(done)
+                missing -= len(finished)
+                yield finished
         finally:
             self._cancel(tasks)
+
+    def _finished(self, done: queue.SimpleQueue[Response | BaseException]) -> list[Response]:
+        """All that wait in the queue, at least one."""
+        try:
+            items = [done.get(timeout=self._silence_s)]
+        except queue.Empty:
+            raise EngineError(f"vLLM finished no response for {self._silence_s:g} s") from None
+        with contextlib.suppress(queue.Empty):
+            while True:
+                items.append(done.get_nowait())
+        for item in items:
+            if isinstance(item, BaseException):
+                raise EngineError(f"{type(item).__name__}: {item}") from item
+        return [item for item in items if isinstance(item, Response)]
 
     async def _submit(
         self, requests: Sequence[Request], sampling: Mapping[str, Any], done: queue.SimpleQueue[Any]

@@ -33,9 +33,9 @@ def iterate(snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     for name, dtype, shape, start, stop in snapshot.manifest:
-        # The copy is aligned and writable, whatever memory the snapshot lies in.
-        flat = torch.from_numpy(snapshot.data[start:stop].copy())
-        yield name, flat.view(getattr(torch, dtype)).reshape(shape)
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        tensor.reshape(-1).view(torch.uint8).numpy()[:] = snapshot.data[start:stop]
+        yield name, tensor
 
 
 def load_into(module: torch.nn.Module, snapshot: Snapshot) -> None:

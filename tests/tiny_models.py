@@ -16,8 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tokenizer"
-END = 2
 VOCABULARY = 259
+END = 2
+ENDS = (END, *range(100, 130))
+"""End tokens of the random models: so many that a response of random tokens ends after about nine."""
 
 
 def llama_config(**changed: Any) -> LlamaConfig:
@@ -48,11 +50,12 @@ def save_model(folder: Path, module: PreTrainedModel | None = None, *, seed: int
     module.save_pretrained(folder)
     for file in TOKENIZER.iterdir():
         shutil.copy(file, folder)
+    set_generation_config(folder)
     return folder
 
 
 def set_generation_config(folder: Path, **values: Any) -> None:
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END, **values}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ENDS), **values}))
 
 
 def load(folder: Path) -> Any:
@@ -86,10 +89,12 @@ def reference_log_probs(
     return table[np.arange(len(response)), np.asarray(response, np.int64)]
 
 
-def reference_greedy(module: Any, prompt: Sequence[int] | np.ndarray, limit: int) -> list[int]:
+def reference_greedy(
+    module: Any, prompt: Sequence[int] | np.ndarray, limit: int, ends: Sequence[int] = ENDS
+) -> list[int]:
     """The likeliest token again and again, each by a forward over everything before it."""
     ids, made = [*map(int, prompt)], []
-    while len(made) < limit and made[-1:] != [END]:
+    while len(made) < limit and not (made and made[-1] in ends):
         with torch.no_grad():
             made.append(int(module(torch.tensor([ids + made])).logits[0, -1].argmax()))
     return made

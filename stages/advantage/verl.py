@@ -88,9 +88,18 @@ class VerlAdvantage(Advantage):
         yield from self._useless(table[name], facts, where)
         least, rows = LEAST_GROUP.get(name, 1), facts.values.get("samples_per_prompt")
         if rows is not None and rows < least:
-            yield Problem(where=where, what=f"{name} compares {least} or more samples of a prompt, and there is {rows}", hint="raise rollout.n")
+            yield Problem(
+                where=where,
+                what=f"{name} compares {least} or more samples of a prompt, and there is {rows}",
+                hint="raise rollout.n",
+            )
         elif rows == 1 and table[name].takes("index") and table[name].own:
-            yield Problem(where=where, what=f"{name} compares the samples of a prompt, and there is only one", hint="raise rollout.n", level="warning")
+            yield Problem(
+                where=where,
+                what=f"{name} compares the samples of a prompt, and there is only one",
+                hint="raise rollout.n",
+                level="warning",
+            )
 
     def _unfed(self, signature: Signature, facts: Facts, where: str) -> Iterable[Problem]:
         """Inputs that the estimator needs and nothing feeds."""
@@ -100,21 +109,31 @@ class VerlAdvantage(Advantage):
             able = [n for n, s in verl_door.estimators().items() if have.issuperset(s.required)]
             feeds = "; ".join(f"{n}: {MAKERS.get(n, 'no stage here makes it').format(key=facts.key)}" for n in missing)
             what = f"{self.cfg.estimator} needs {', '.join(missing)}, which nothing feeds"
-            yield Problem(where=where, what=what, hint=f"{feeds}. Estimators that need no more than is wired: {', '.join(sorted(able))}")
+            yield Problem(
+                where=where,
+                what=what,
+                hint=f"{feeds}. Estimators that need no more than is wired: {', '.join(sorted(able))}",
+            )
 
     def _useless(self, signature: Signature, facts: Facts, where: str) -> Iterable[Problem]:
         """What is wired or set and has no effect."""
         name = self.cfg.estimator
         if "values" in facts.fed and not signature.takes("values"):
             able = [n for n, s in verl_door.estimators().items() if s.takes("values")]
-            hint = f"take the critic out of graph.forward and graph.learn, or choose an estimator that uses values: {', '.join(able)}"
-            yield Problem(where=where, what=f"{name} uses no values: the critic's work is for nothing", hint=hint, level="warning")
+            hint = f"take the critic out of graph.forward and graph.learn, or choose one of: {', '.join(able)}"
+            yield Problem(
+                where=where, what=f"{name} uses no values: the critic's work is for nothing", hint=hint, level="warning"
+            )
         default = VerlAdvantageConfig()
         for key in SETTINGS:
             if getattr(self.cfg, key) != getattr(default, key) and not signature.takes(key):
-                yield Problem(where=f"{facts.key}.{key}", what=f"has no effect: {name} does not read it", level="warning")
+                yield Problem(
+                    where=f"{facts.key}.{key}", what=f"has no effect: {name} does not read it", level="warning"
+                )
         if self.cfg.reward_weights and not signature.takes("gdpo_reward_weights"):
-            yield Problem(where=f"{facts.key}.reward_weights", what=f"has no effect: {name} does not read it", level="warning")
+            yield Problem(
+                where=f"{facts.key}.reward_weights", what=f"has no effect: {name} does not read it", level="warning"
+            )
 
     # -- run -------------------------------------------------------------------------------------------------
 
@@ -125,7 +144,7 @@ class VerlAdvantage(Advantage):
         old: LogProbBatch | None = None,
         values: ValueBatch | None = None,
     ) -> AdvantageBatch:
-        """ValueError if a row with status OK has no finite score, or the estimator gives numbers that are not finite."""
+        """ValueError if a row with status OK has no finite score, or the estimator gives what is not finite."""
         mask = learnable(rollouts, rewards)
         rows = self._kept(rollouts, mask)
         seen = np.isin(rollouts.loss_mask.row_of_value(), rows)
@@ -171,7 +190,9 @@ class VerlAdvantage(Advantage):
         token_rewards = scores_on_last(scores, kept.with_values(mask).rows())
         if mask.sum() == 1 and self._signature.own and self.cfg.estimator in WHITENS:
             # One token has no deviation to divide by: what is left is the plain advantage of the only row.
-            baseline = before if before is not None and self._signature.takes("values") else np.zeros_like(token_rewards)
+            baseline = (
+                before if before is not None and self._signature.takes("values") else np.zeros_like(token_rewards)
+            )
             return np.where(mask, token_rewards - baseline, 0), token_rewards
         layout = Layout(kept.lengths)
         inputs: dict[str, Any] = {
@@ -191,8 +212,12 @@ class VerlAdvantage(Advantage):
             out = [layout.unpad(x).numpy() for x in self._function(**inputs)]
         advantages, returns = (np.where(mask, x, 0).astype(np.float32) for x in out)
         if not (np.isfinite(advantages).all() and np.isfinite(returns).all()):
-            bad = rollouts.row_id[rows][np.unique(kept.row_of_value()[~np.isfinite(advantages) | ~np.isfinite(returns)])]
-            raise ValueError(f"estimator '{self.cfg.estimator}' gave advantages that are not finite for rows {bad[:8].tolist()}")
+            bad = rollouts.row_id[rows][
+                np.unique(kept.row_of_value()[~np.isfinite(advantages) | ~np.isfinite(returns)])
+            ]
+            raise ValueError(
+                f"estimator '{self.cfg.estimator}' gave advantages that are not finite for rows {bad[:8].tolist()}"
+            )
         return advantages, returns
 
     def _config_and_parts(self, rewards: RewardBatch, rows: np.ndarray, layout: Layout) -> dict[str, Any]:
@@ -206,7 +231,10 @@ class VerlAdvantage(Advantage):
         cfg, names = self.cfg, list(rewards.part_names)
         apart = len(names) > 1 and self._signature.takes("gdpo_reward_keys")
         if apart and cfg.reward_weights and len(cfg.reward_weights) != len(names):
-            raise ValueError(f"reward_weights has {len(cfg.reward_weights)} numbers, but the reward has {len(names)} parts: {', '.join(names)}")
+            raise ValueError(
+                f"reward_weights has {len(cfg.reward_weights)} numbers, "
+                f"but the reward has {len(names)} parts: {', '.join(names)}"
+            )
         config = AlgoConfig(
             gamma=cfg.gamma,
             lam=cfg.lam,
@@ -219,7 +247,11 @@ class VerlAdvantage(Advantage):
             return {"config": config}
         present = layout.pad(np.ones(layout.tokens, np.int64))
         batch = {"prompts": torch.zeros(len(rows), 0), "attention_mask": present}
-        return {"config": config, "non_tensor_batch": {n: rewards.parts[rows, i] for i, n in enumerate(names)}, "batch": batch}
+        return {
+            "config": config,
+            "non_tensor_batch": {n: rewards.parts[rows, i] for i, n in enumerate(names)},
+            "batch": batch,
+        }
 
 
 def learnable(rollouts: RolloutBatch, rewards: RewardBatch) -> np.ndarray:

@@ -49,10 +49,16 @@ class ValueModelCritic(Critic):
         cfg, key = self.cfg, facts.key
         yield from learning.check_mini_batch(facts, cfg.mini_batch)
         if cfg.loss_agg_mode not in AGGREGATIONS:
-            yield Problem(where=f"{key}.loss_agg_mode", what=f"there is no '{cfg.loss_agg_mode}'", hint=near(cfg.loss_agg_mode, AGGREGATIONS))
+            yield Problem(
+                where=f"{key}.loss_agg_mode",
+                what=f"there is no '{cfg.loss_agg_mode}'",
+                hint=near(cfg.loss_agg_mode, AGGREGATIONS),
+            )
         if cfg.loss_agg_mode == "seq-mean-token-sum-norm" and cfg.loss_scale_factor is None:
             what = "must be given for loss_agg_mode=seq-mean-token-sum-norm, or the loss would depend on the padding"
-            yield Problem(where=f"{key}.loss_scale_factor", what=what, hint="such as the value of rollout.max_new_tokens")
+            yield Problem(
+                where=f"{key}.loss_scale_factor", what=what, hint="such as the value of rollout.max_new_tokens"
+            )
 
     def open(self, ctx: Context) -> None:
         import torch
@@ -61,7 +67,7 @@ class ValueModelCritic(Critic):
         self._loss = verl_door.core_algos().compute_value_loss
         torch.set_num_threads(ctx.threads)
         model = self.model.load(ctx.device).float().eval()
-        head = torch.nn.Linear(model.get_input_embeddings().weight.shape[1], 1, device=ctx.device)
+        head = torch.nn.Linear(int(model.config.hidden_size), 1, device=ctx.device)
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
         self._module = torch.nn.ModuleDict({"backbone": model.base_model, "head": head})
@@ -117,7 +123,9 @@ class ValueModelCritic(Critic):
         total = 0.0
         for micro in micros:
             layout = Layout(advantages.mask.lengths[micro.rows], self.ctx.device)
-            old, returns, mask = (layout.pad(x.take(micro.rows).values) for x in (values.values, advantages.returns, advantages.mask))
+            old, returns, mask = (
+                layout.pad(x.take(micro.rows).values) for x in (values.values, advantages.returns, advantages.mask)
+            )
             loss, clipped = self._loss(
                 vpreds=layout.pad(self._forward(micro)),
                 returns=returns,
@@ -135,6 +143,6 @@ class ValueModelCritic(Critic):
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if returns do not vary."""
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant; NaN if Var(returns) is 0."""
     spread = returns.var(dtype=np.float64) if len(returns) else 0.0
     return float(1 - (returns - values).var(dtype=np.float64) / spread) if spread > 0 else float("nan")

@@ -45,24 +45,30 @@ def flaws(path: Path, name: str, extra: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _names(tree: ast.Module) -> tuple[dict[str, ast.arguments | None], bool]:
-    """Top-level names (with the arguments where a plain function is seen), and whether there may be others."""
+    """Module-level names (with the arguments where a plain function is seen), and whether there may be others."""
     names: dict[str, ast.arguments | None] = {}
     open_ended = False
-    for node in tree.body:
+    for node in _statements(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             names[node.name] = None if node.decorator_list else node.args
         elif isinstance(node, ast.ClassDef):
             names[node.name] = None
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {(a.asname or a.name).split(".")[0]: None for a in node.names}
+            names |= {(a.asname or a.name).split(".")[0]: None for a in node.names if a.name != "*"}
             open_ended |= any(a.name == "*" for a in node.names)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             args = node.value.args if isinstance(node.value, ast.Lambda) else None
             names |= {n.id: args for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-        elif not isinstance(node, ast.Expr):
-            open_ended = True  # an if, a try, a loop: what it defines is known when it runs
     return names, open_ended
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Those that run at import: also inside if, try, with and loops, not inside functions and classes."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+            yield from _statements(child)
 
 
 def _signature_flaws(name: str, args: ast.arguments, given: set[str]) -> Iterator[tuple[str, str, str]]:

@@ -109,6 +109,13 @@ def expand(tokens: TokenBatch, n: int) -> SampleRows:
     return SampleRows(prompt=np.repeat(order, n), row_id=group_id * n + sample, group_id=group_id)
 
 
+def without_prompt(tokens: TokenBatch, rows: SampleRows, version: int) -> list[Draft]:
+    """Drafts of the rows whose prompt has no tokens, after which no engine can sample; they have failed."""
+    empty = np.flatnonzero(tokens.prompt_ids.lengths[rows.prompt] == 0)
+    failed: dict[str, Any] = {"ids": (), "log_probs": (), "finish": Finish.FAILED, "reason": "the prompt has no tokens"}
+    return [Draft(row=row, version_min=version, version_max=version, **failed) for row in empty.tolist()]
+
+
 def assemble(
     tokens: TokenBatch,
     rows: SampleRows,

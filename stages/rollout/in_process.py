@@ -26,6 +26,7 @@ from stages.rollout.assembly import (
     require_room,
     resolve,
     settings_problems,
+    without_prompt,
 )
 from stages.sampler import Sampler
 from stages.weights import load_into
@@ -125,26 +126,14 @@ class InProcessRollout(Rollout):
 
     def _drafts(self, tokens: TokenBatch, rows: SampleRows, settings: Settings) -> Iterator[Draft]:
         seeds = rows.seeds(self.ctx, tokens)
-        empty = tokens.prompt_ids.lengths[rows.prompt] == 0
-        for row in np.flatnonzero(empty).tolist():
-            yield self._without_prompt(row)
-        for part in _cut(np.flatnonzero(~empty), self.batch_rows):
+        yield from without_prompt(tokens, rows, self.version)
+        whole = np.flatnonzero(tokens.prompt_ids.lengths[rows.prompt])
+        for part in _cut(whole, self.batch_rows):
             prompts, prompt_of_row = _distinct(tokens, rows.prompt[part])
             made = Responses(len(part), settings.max_new_tokens, self.end_ids)
             self.generate(prompts, prompt_of_row, seeds[part], settings, made)
             for i, row in enumerate(part.tolist()):
                 yield made.draft(i, row, self.version)
-
-    def _without_prompt(self, row: int) -> Draft:
-        return Draft(
-            row=row,
-            ids=(),
-            log_probs=(),
-            finish=Finish.FAILED,
-            version_min=self.version,
-            version_max=self.version,
-            reason="the prompt has no tokens",
-        )
 
     @abstractmethod
     def generate(

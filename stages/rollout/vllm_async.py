@@ -146,29 +146,35 @@ class VllmAsyncRollout(Rollout):
     # -- generation ------------------------------------------------------------------------------------------
 
     def run(self, tokens: TokenBatch) -> RolloutBatch:
-        parts = list(self.stream(tokens))
-        whole = RolloutBatch.concat(parts)
+        whole = RolloutBatch.concat(list(self.stream(tokens)))
         return whole.take(np.argsort(whole.row_id))
 
     def stream(self, tokens: TokenBatch) -> Iterator[RolloutBatch]:
-        """A part for every response, or for those that finished at the same time."""
+        """First the rows that cannot be made, then a part for the responses that finished at the same time."""
         settings = resolve(self.cfg, tokens.sampling)
         require_room(tokens, settings, self._limit)
         rows = expand(tokens, settings.n)
         empty = tokens.prompt_ids.lengths[rows.prompt] == 0
-        if empty.any():
-            raise ValueError(f"prompts without tokens: rows {rows.row_id[empty][:8].tolist()}")
+        version = self.engine.version
+        failed = [_without_prompt(row, version) for row in np.flatnonzero(empty).tolist()]
+        if failed or not len(rows):
+            yield assemble(tokens, rows, failed, settings, self._tokenizer)
+        servable = np.flatnonzero(~empty)
+        if not len(servable):
+            return
+        requests = self._requests(tokens, rows, servable)
         started = time.perf_counter()
-        for response in self.engine.stream(self._requests(tokens, rows), self._sampling(settings), _scale(settings)):
-            part = assemble(tokens, rows, [_draft(response)], settings, self._tokenizer)
+        for responses in self.engine.stream(requests, self._sampling(settings), _scale(settings)):
+            drafts = [_draft(r, int(servable[r.index])) for r in responses]
+            part = assemble(tokens, rows, drafts, settings, self._tokenizer)
             measure(self.ctx.meter, part, time.perf_counter() - started)
             yield part
             started = time.perf_counter()  # the consumer's time is not ours
         self._require_sampler(settings, tokens)
 
-    def _requests(self, tokens: TokenBatch, rows: SampleRows) -> list[Request]:
+    def _requests(self, tokens: TokenBatch, rows: SampleRows, servable: np.ndarray) -> list[Request]:
         seeds = rows.seeds(self.ctx, tokens).tolist() if self._vllm.seeded else [None] * len(rows)
-        return [Request(tokens.prompt_ids[p], s) for p, s in zip(rows.prompt.tolist(), seeds, strict=True)]
+        return [Request(tokens.prompt_ids[int(rows.prompt[row])], seeds[row]) for row in servable.tolist()]
 
     def _sampling(self, settings: Settings) -> dict[str, Any]:
         """Every parameter that decides the distribution, none left to vLLM's defaults."""
@@ -214,10 +220,22 @@ def _scale(settings: Settings) -> float:
     return 1.0 / settings.params.temperature if settings.params.temperature else 1.0
 
 
-def _draft(response: Response) -> Draft:
+def _without_prompt(row: int, version: int) -> Draft:
+    return Draft(
+        row=row,
+        ids=(),
+        log_probs=(),
+        finish=Finish.FAILED,
+        version_min=version,
+        version_max=version,
+        reason="the prompt has no tokens",
+    )
+
+
+def _draft(response: Response, row: int) -> Draft:
     finish = Finish.FAILED if response.error else Finish.STOP if response.stopped else Finish.LENGTH
     return Draft(
-        row=response.index,
+        row=row,
         ids=response.ids,
         log_probs=response.log_probs,
         finish=finish,

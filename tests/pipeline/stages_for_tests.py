@@ -11,17 +11,19 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from pipeline.context import Context
 from pipeline.errors import Problem
-from pipeline.plan import Facts, Plan
 from pipeline.records import Ragged, Rows, Snapshot
 from pipeline.registry import backend
 from pipeline.stage import Component, Stage, setting
 from pipeline.tracker import Tracker
+
+if TYPE_CHECKING:
+    from pipeline.plan import Facts, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,7 +111,7 @@ class ExactScale(Scale):
 
 @dataclass(slots=True, kw_only=True)
 class RoughScaleConfig:
-    factor: float = setting(3.0, doc="times")
+    factor: float = setting(doc="times")
 
 
 @backend("scale", "rough")

@@ -17,14 +17,14 @@ from pipeline.metrics import Samples, summarise
 from pipeline.program import Program
 from pipeline.records import Ragged, Rows
 from pipeline.runner.overlap import Join
-from tests.pipeline.conftest import toy_plan
+from tests.pipeline.conftest import toy
 from tests.pipeline.stages_for_tests import Numbers
 
 
 def steps(tmp_path: Path, *overrides: str) -> list[tuple[dict[str, Rows], dict[str, float]]]:
     """Records and metrics (times left out) of each step."""
     out = []
-    with Program(toy_plan(*overrides), tmp_path) as program:
+    with Program(toy(*overrides), tmp_path) as program:
         for _, records in program.runner.steps(program, first=1, count=program.plan.root.run.steps):
             out.append((records, untimed(program.meter.drain())))
     return out
@@ -87,7 +87,7 @@ def test_a_consumer_runs_at_the_same_time_as_its_producer(tmp_path: Path) -> Non
     """By the clock: 8 parts of 40 ms and 8 scorings of 40 ms take far less than their sum."""
     slow = ["double=streaming", "double.delay_s=0.04", "double.most=1", "source.groups=8", "source.group_size=1"]
     slow += ["scorer.delay_s=0.04", "run.steps=1", "runner=overlap"]
-    with Program(toy_plan(*slow), tmp_path) as program:
+    with Program(toy(*slow), tmp_path) as program:
         started = time.monotonic()
         next(program.runner.steps(program, first=1, count=1))
         elapsed = time.monotonic() - started
@@ -99,7 +99,7 @@ def test_a_consumer_runs_at_the_same_time_as_its_producer(tmp_path: Path) -> Non
 
 
 def test_sync_never_waits(tmp_path: Path) -> None:
-    with Program(toy_plan("run.steps=1"), tmp_path) as program:
+    with Program(toy("run.steps=1"), tmp_path) as program:
         next(program.runner.steps(program, first=1, count=1))
         assert summarise(program.meter.drain())["time/wait_s"] == 0
 

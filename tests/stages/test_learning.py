@@ -24,7 +24,7 @@ def order(make_context, rollouts, mask=None, seed=0, **settings):
 def test_every_row_comes_once_an_epoch_in_a_seeded_order(make_context):
     rollouts = random_rollouts(6, 4)
     parts, _ = order(make_context, rollouts, mini_batch=8, epochs=2)
-    first, second = sum(parts[:3], []), sum(parts[3:], [])
+    first, second = ([row for part in half for row in part] for half in (parts[:3], parts[3:]))
     assert [len(p) for p in parts] == [8] * 6
     assert sorted(first) == sorted(second) == list(range(24))
     assert first != second != list(range(24)) != first

@@ -19,7 +19,8 @@ from stages.verl_door import Layout
 
 def test_reading_the_registries_imports_nothing_heavy(root):
     code = (
-        "import sys; from stages import verl_door as d; assert 'gae' in d.estimators() and 'vanilla' in d.policy_losses();"
+        "import sys; from stages import verl_door as d;"
+        "assert 'gae' in d.estimators() and 'vanilla' in d.policy_losses();"
         "print(sorted({'torch', 'verl', 'ray', 'transformers'} & sys.modules.keys()))"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)

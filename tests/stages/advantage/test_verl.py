@@ -11,7 +11,11 @@ from tests.builders import log_prob_batch, reward_batch, rollout_batch, value_ba
 from tests.stages.learners import build, entry_of, facts, metrics, opened, random_rollouts
 
 ENTRY = entry_of("advantage", "verl")
-FEEDABLE = sorted(n for n, s in verl_door.estimators().items() if "reward_baselines" not in s.required and "sum_pi_squared" not in s.required)
+FEEDABLE = sorted(
+    n
+    for n, s in verl_door.estimators().items()
+    if "reward_baselines" not in s.required and "sum_pi_squared" not in s.required
+)
 
 
 def rows_of(lengths, *, n=1, **more):
@@ -62,7 +66,7 @@ def test_gae_steps_over_masked_tokens(advantage):
     out, _ = advantage(rollouts, reward_batch([1.0, 3.0]), values, gamma=0.9, lam=0.8)
     raw = np.concatenate([gae(1.0, [0.5, 0.25], 0.9, 0.8), gae(3.0, [0.1, 0.2], 0.9, 0.8)])
     chosen = np.concatenate(mask)
-    assert out.returns.values[chosen] == pytest.approx(raw + [0.5, 0.25, 0.1, 0.2], abs=1e-6)
+    assert out.returns.values[chosen] == pytest.approx(raw + np.array([0.5, 0.25, 0.1, 0.2]), abs=1e-6)
     assert out.advantages.values[chosen] == pytest.approx(whitened(raw), abs=1e-5)
     assert not out.advantages.values[~chosen].any()
     assert not out.returns.values[~chosen].any()
@@ -112,7 +116,9 @@ def test_dr_grpo_does_not_divide(advantage):
 def test_rloo_leaves_one_out(advantage):
     scores = np.array([1.0, 3.0, 2.0, 0.5])
     out, _ = advantage(rows_of([1] * 4, n=4), reward_batch(scores, n=4), estimator="rloo")
-    assert out.advantages.values == pytest.approx([s - np.delete(scores, i).mean() for i, s in enumerate(scores)], abs=1e-6)
+    assert out.advantages.values == pytest.approx(
+        [s - np.delete(scores, i).mean() for i, s in enumerate(scores)], abs=1e-6
+    )
 
 
 def test_reinforce_plus_plus_discounts_and_whitens(advantage):
@@ -174,7 +180,9 @@ def test_batches_with_no_or_one_learnable_token(advantage, estimator):
     assert not nothing.mask.values.any()
     assert not nothing.advantages.values.any()
     assert "advantage/mean" not in measured
-    one, _ = advantage(rows_of([2, 1], loss_mask=[[False, True], [True]]), rewards, [[0.0, 0.5], [0.0]], estimator=estimator)
+    one, _ = advantage(
+        rows_of([2, 1], loss_mask=[[False, True], [True]]), rewards, [[0.0, 0.5], [0.0]], estimator=estimator
+    )
     if estimator == "grpo_passk":  # it compares two samples, and there is one
         assert not one.mask.values.any()
         return
@@ -266,7 +274,10 @@ def test_a_critic_that_works_for_nothing_is_a_warning():
 
 def test_a_setting_without_effect_is_a_warning():
     found = problems(estimator="grpo", gamma=0.9, reward_weights=[1.0])
-    assert {(p.where, p.level) for p in found} == {("advantage.gamma", "warning"), ("advantage.reward_weights", "warning")}
+    assert {(p.where, p.level) for p in found} == {
+        ("advantage.gamma", "warning"),
+        ("advantage.reward_weights", "warning"),
+    }
 
 
 def test_one_sample_a_prompt_is_no_group():

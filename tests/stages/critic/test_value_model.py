@@ -12,7 +12,18 @@ from transformers import AutoModel
 from stages.critic.value_model import explained_variance
 from stages.verl_door import AGGREGATIONS
 from tests.builders import advantage_batch, value_batch
-from tests.stages.learners import BASE, aggregate, build, entry_of, facts, holes, metrics, opened, per_token, random_rollouts
+from tests.stages.learners import (
+    BASE,
+    aggregate,
+    build,
+    entry_of,
+    facts,
+    holes,
+    metrics,
+    opened,
+    per_token,
+    random_rollouts,
+)
 
 ENTRY = entry_of("critic", "value_model")
 
@@ -66,13 +77,28 @@ def test_the_clipped_loss_and_its_micro_batches(make_context, monkeypatch, mode)
     rollouts = masked_rollouts()
     results = []
     for micro_tokens in (100_000, 25, 1):
-        stage = opened(ENTRY, make_context, loss_agg_mode=mode, loss_scale_factor=7.0, micro_tokens=micro_tokens, cliprange_value=0.3, clip_grad=0.0)
+        stage = opened(
+            ENTRY,
+            make_context,
+            loss_agg_mode=mode,
+            loss_scale_factor=7.0,
+            micro_tokens=micro_tokens,
+            cliprange_value=0.3,
+            clip_grad=0.0,
+        )
         randomise_head(stage)
         inputs = learning_inputs(rollouts, stage)
         now = stage.run(rollouts=rollouts).values.values.astype(np.float64)
         taken: list[torch.Tensor] = []
         inner = stage._optimizer.step
-        monkeypatch.setattr(stage._optimizer, "step", lambda s=stage, t=taken, i=inner: (t.append(torch.cat([p.grad.flatten() for p in s._optimizer.parameters if p.grad is not None])), i())[1])
+        monkeypatch.setattr(
+            stage._optimizer,
+            "step",
+            lambda s=stage, t=taken, i=inner: (
+                t.append(torch.cat([p.grad.flatten() for p in s._optimizer.parameters if p.grad is not None])),
+                i(),
+            )[1],
+        )
         stage.learn(**inputs)
         results.append((metrics(stage), taken[0].numpy()))
     old, returns = (x.values.astype(np.float64) for x in (inputs["values"].values, inputs["advantages"].returns))
@@ -82,7 +108,9 @@ def test_the_clipped_loss_and_its_micro_batches(make_context, monkeypatch, mode)
     expected = aggregate([r[m] for r, m in zip(mask.with_values(losses).rows(), mask.rows(), strict=True)], mode, 7.0)
     for measured, grad in results:
         assert measured["critic/loss"] == pytest.approx(expected, rel=1e-5)
-        assert measured["critic/clip_fraction"] == pytest.approx(((clipped - returns) ** 2 > (now - returns) ** 2)[mask.values].mean(), abs=1e-6)
+        assert measured["critic/clip_fraction"] == pytest.approx(
+            ((clipped - returns) ** 2 > (now - returns) ** 2)[mask.values].mean(), abs=1e-6
+        )
         assert np.abs(grad - results[0][1]).max() <= 1e-6 * np.abs(grad).max()
         assert np.abs(grad).max() > 1e-3
 

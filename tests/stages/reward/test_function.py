@@ -39,6 +39,10 @@ def score(
         return reward.run(rollout_batch([[1]] * n, [[1]] * n, responses=responses, answers=answers or ["x"] * n))
 
 
+def f32(values: Any) -> np.ndarray:
+    return np.asarray(values, np.float32)
+
+
 def texts(rewards: RewardBatch) -> list[str]:
     return [rewards.reason.text(i) for i in range(len(rewards))]
 
@@ -77,28 +81,27 @@ def test_it_is_called_as_verl_calls_it(ctx: Context, write: Callable[..., Path])
     assert str(sorted(given.items())) in (ctx.run_dir / "run.log").read_text()
 
 
-@pytest.mark.parametrize(
-    ("value", "score", "accuracy", "parts"),
-    [
-        ("0.25", 0.25, 0, {}),
-        ("1", 1, 1, {}),
-        ("True", 1, 1, {}),
-        ("np.float32(0.5)", 0.5, 0, {}),
-        ("np.bool_(True)", 1, 1, {}),
-        ("{'score': 0.5}", 0.5, 0, {}),
-        ("{'score': -1.0, 'acc': True, 'pred': 'five'}", -1, 1, {}),
-        ("{'score': 2, 'acc': 0, 'form': 0.5, 'tone': True, 'note': None}", 2, 0, {"form": 0.5, "tone": 1}),
-    ],
-)
-def test_what_it_may_return(
-    ctx: Context, write: Callable[..., Path], value: str, score: float, accuracy: float, parts: dict[str, float]
-) -> None:
-    path = write(f"import numpy as np\ndef compute_score({SIGNATURE}):\n    return {value}\n")
-    with opened(ctx, path) as reward:
-        rewards = reward.run(rollout_batch([[1]], [[1]]))
-    assert texts(rewards) == [""]
-    assert (rewards.score[0], rewards.accuracy[0]) == (score, accuracy)
-    assert dict(zip(rewards.part_names, rewards.parts[0].tolist(), strict=True)) == parts
+ALLOWED: list[tuple[str, float, float, dict[str, float]]] = [
+    ("0.25", 0.25, 0, {}),
+    ("1", 1, 1, {}),
+    ("True", 1, 1, {}),
+    ("np.float32(0.5)", 0.5, 0, {}),
+    ("np.bool_(True)", 1, 1, {}),
+    ("{'score': 0.5}", 0.5, 0, {}),
+    ("{'score': -1.0, 'acc': True, 'pred': 'five'}", -1, 1, {}),
+    ("{'score': 2, 'acc': 0, 'form': 0.5, 'tone': True, 'note': None}", 2, 0, {"form": 0.5, "tone": 1}),
+]
+
+
+def test_what_it_may_return(ctx: Context, write: Callable[..., Path]) -> None:
+    path = write(f"import numpy as np\ndef compute_score({SIGNATURE}):\n    return eval(solution_str)\n")
+    rewards = score(ctx, path, [value for value, *_ in ALLOWED])
+    assert texts(rewards) == [""] * len(ALLOWED)
+    assert rewards.score.tolist() == [score for _, score, _, _ in ALLOWED]
+    assert rewards.accuracy.tolist() == [accuracy for _, _, accuracy, _ in ALLOWED]
+    names = rewards.part_names
+    parts = [{n: v for n, v in zip(names, row, strict=True) if not np.isnan(v)} for row in rewards.parts.tolist()]
+    assert parts == [parts for *_, parts in ALLOWED]
 
 
 RETURNS = {
@@ -139,31 +142,36 @@ def test_parts_that_only_some_rows_have(ctx: Context, write: Callable[..., Path]
     path = write(f"def compute_score({SIGNATURE}):\n    return {{'score': 0, solution_str: 3}}\n")
     rewards = score(ctx, path, ["tone", "form"])
     assert rewards.part_names == ("form", "tone")
-    np.testing.assert_array_equal(rewards.parts, np.float32([[np.nan, 3], [3, np.nan]]))
+    np.testing.assert_array_equal(rewards.parts, f32([[np.nan, 3], [3, np.nan]]))
     assert summarise(ctx.meter.drain())["reward/form/mean"] == 3
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("while True: pass", "timed out after 0.7 s"),
-        ("import os; os._exit(4)", "exit code 4"),
-        ("raise ValueError('odd')", "raised ValueError: odd"),
-        ("raise ValueError('\\ud800')", "raised ValueError: ?"),
-        ("raise ValueError('x' * 10000)", "raised ValueError: xxx"),
-        ("return ground_truth['missing']", "raised TypeError"),
-        ("import torch; torch.zeros(1, device='cuda')", "(reward workers have no GPU)"),
-    ],
-)
-def test_a_function_that_breaks_costs_its_row_only(
-    ctx: Context, write: Callable[..., Path], body: str, reason: str
-) -> None:
-    load = "import torch\n" if "torch" in body else ""
-    path = write(f"{load}def compute_score({SIGNATURE}):\n    if solution_str == 'fine': return 1\n    {body}\n")
-    rewards = score(ctx, path, ["fine", "bad", "fine"], timeout_s=0.7)
-    assert rewards.status.tolist() == [Status.OK, Status.UNSCORED, Status.OK]
-    assert reason in texts(rewards)[1]
-    assert len(texts(rewards)[1]) <= 500
+BREAKS = {
+    "while True: pass": "timed out after 0.7 s",
+    "import os; os._exit(4)": "worker died (process 'reward (function)' ended with exit code 4)",
+    "raise ValueError('odd')": "raised ValueError: odd",
+    "raise ValueError('\\ud800')": "raised ValueError: ?",
+    "raise ValueError('x' * 10000)": ("raised ValueError: " + "x" * 1000)[:500],
+    "return ground_truth['a']": "raised TypeError: string indices must be integers, not 'str'",
+    "raise RuntimeError('No CUDA GPUs')": "raised RuntimeError: No CUDA GPUs (reward workers have no GPU)",
+}
+
+
+def test_a_function_that_breaks_costs_its_row_only(ctx: Context, write: Callable[..., Path]) -> None:
+    cases = "".join(f"    if solution_str == {body!r}:\n        {body}\n" for body in BREAKS)
+    path = write(f"def compute_score({SIGNATURE}):\n{cases}    return 1\n")
+    rows = [r for body in BREAKS for r in ("fine", body)]
+    rewards = score(ctx, path, rows, timeout_s=0.7)
+    assert rewards.status.tolist() == [Status.OK, Status.UNSCORED] * len(BREAKS)
+    assert texts(rewards) == [r for reason in BREAKS.values() for r in ("", reason)]
+
+
+def test_workers_see_no_gpu(ctx: Context, write: Callable[..., Path]) -> None:
+    path = write(
+        "import os\nSEEN = os.environ['CUDA_VISIBLE_DEVICES']\n"
+        f"def compute_score({SIGNATURE}):\n    return SEEN == ''\n"
+    )
+    assert score(ctx, path, ["a"]).score.tolist() == [1]
 
 
 def test_coroutine_functions_share_one_event_loop(ctx: Context, write: Callable[..., Path]) -> None:
@@ -196,8 +204,10 @@ LOADED = {
 }
 
 
-@pytest.mark.parametrize("text", LOADED.values(), ids=LOADED)
-@pytest.mark.parametrize("name", ["score.py", "json.py", "my-score.v2.py"])
+NAMES = ["json.py", "score.py", "my-score.v2.py"]
+
+
+@pytest.mark.parametrize(("text", "name"), list(zip(LOADED.values(), NAMES * 2, strict=True)), ids=LOADED)
 def test_files_that_work(ctx: Context, write: Callable[..., Path], text: str, name: str) -> None:
     write(f"TWO = 2\ndef compute_score({SIGNATURE}):\n    return TWO\n", "neighbour.py")
     path = write(text, name)
@@ -266,6 +276,7 @@ def test_a_missing_file_is_a_problem_of_the_plan(tmp_path: Path) -> None:
         ("def compute_score(:\n", {}, "is not Python"),
         ("def other(): pass\nclass Thing: pass\n", {}, "it defines: other, Thing"),
         ("", {"name": "judge"}, "defines no 'judge'"),
+        ("def other():\n    def compute_score(): pass\nfor i in []: pass\n", {}, "it defines: other"),
         ("def compute_score(solution_str, ground_truth): pass\n", {}, "does not take data_source, extra_info"),
         ("compute_score = lambda solution_str: 1\n", {}, "does not take data_source, extra_info, ground_truth"),
         (f"def compute_score({SIGNATURE}): pass\n", {"kwargs": {"bonus": 1}}, "does not take bonus"),
@@ -291,6 +302,7 @@ def test_what_a_plan_finds_without_running_the_file(
         ("from somewhere import *\n", {}),
         ("from somewhere import judge as compute_score\n", {}),
         ("if True:\n    def compute_score(**given): pass\n", {}),
+        ("try:\n    import a\nexcept ImportError:\n    def compute_score(**given): pass\n", {}),
         ("one, compute_score = 1, print\n", {}),
         ("raise SystemExit('planning must not run this')\ndef compute_score(**given): pass\n", {}),
     ],

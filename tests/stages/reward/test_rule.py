@@ -18,7 +18,6 @@ from pipeline.config import RootConfig
 from pipeline.context import Context
 from pipeline.metrics import summarise
 from pipeline.plan import Facts
-from pipeline.records import Rows
 from stages.records import RewardBatch, Status
 from stages.reward.rule import RuleReward, RuleRewardConfig, RuleWeights
 from stages.reward.rules import RuleScorer, contains, exact, maths_verify, number, numbers, numeric, regex
@@ -194,7 +193,7 @@ def test_the_score_is_the_weighted_sum_of_its_parts(weights: dict[str, float], r
         "numeric": response in ("5", "so 5"),
         "contains": "5" in response,
     }
-    outcome = scorer(**weights)(sample(response, "5"))
+    outcome = RuleScorer(weights, "", 0, 0)(sample(response, "5"))
     assert outcome.parts == {n: float(expected[n]) for n in weights}
     assert outcome.score == pytest.approx(sum(w * expected[n] for n, w in weights.items()), abs=1e-12)
     counted = [n for n, w in weights.items() if w > 0]
@@ -218,6 +217,10 @@ def score(ctx: Context, cfg: RuleRewardConfig, *args: Any, **kwargs: Any) -> Rew
         reward.close()
 
 
+def f32(values: Any) -> np.ndarray:
+    return np.asarray(values, np.float32)
+
+
 def texts(rewards: RewardBatch) -> list[str]:
     return [rewards.reason.text(i) for i in range(len(rewards))]
 
@@ -235,10 +238,10 @@ def test_records_and_metrics_of_a_step(make_context: Callable[..., Context]) -> 
     assert rewards.row_id.tolist() == [0, 1, 2, 3, 4, 5]
     assert rewards.group_id.tolist() == [0, 0, 1, 1, 2, 2]
     nan = np.nan
-    np.testing.assert_array_equal(rewards.score, np.float32([1.5, 1, 0.5, nan, nan, nan]))
-    np.testing.assert_array_equal(rewards.accuracy, np.float32([1, 1, 0, nan, nan, nan]))
+    np.testing.assert_array_equal(rewards.score, f32([1.5, 1, 0.5, nan, nan, nan]))
+    np.testing.assert_array_equal(rewards.accuracy, f32([1, 1, 0, nan, nan, nan]))
     assert rewards.part_names == ("exact", "length")
-    np.testing.assert_array_equal(rewards.parts, np.float32([[1, 1], [1, 0], [0, 1]] + [[nan, nan]] * 3))
+    np.testing.assert_array_equal(rewards.parts, f32([[1, 1], [1, 0], [0, 1]] + [[nan, nan]] * 3))
     assert rewards.status.tolist() == [0, 0, 0, Status.FAILED, Status.UNSCORED, Status.UNSCORED]
     lack = "no answer 'sort': the ground truth is an object with copy"
     assert texts(rewards) == ["", "", "", "made so", lack, lack]
@@ -286,18 +289,18 @@ def test_a_pattern_that_backtracks_for_ever_costs_its_row_only(make_context: Cal
     responses = ["aaa", "a" * 60 + "b", "aab"]
     rewards = score(make_context("reward"), cfg, [[1]] * 3, [[1]] * 3, responses=responses)
     assert texts(rewards) == ["", "timed out after 0.7 s", ""]
-    np.testing.assert_array_equal(rewards.score, np.float32([1, np.nan, 0]))
+    np.testing.assert_array_equal(rewards.score, f32([1, np.nan, 0]))
 
 
 def test_a_power_tower_in_the_response_does_not_hang_the_step(make_context: Callable[..., Context]) -> None:
     """huggingface/Math-Verify issue 65."""
-    cfg = RuleRewardConfig(weights=RuleWeights(exact=0, maths_verify=1), timeout_s=2)
+    cfg = RuleRewardConfig(weights=RuleWeights(exact=0, maths_verify=1), timeout_s=1)
     started = time.monotonic()
     responses = ["$5$", "$9^{9^{9^{9}}}$", "$6$"]
     rewards = score(make_context("reward"), cfg, [[1]] * 3, [[1]] * 3, answers=["5"] * 3, responses=responses)
     assert time.monotonic() - started < 20
     assert (rewards.score[0], rewards.score[2]) == (1, 0)
-    assert rewards.status[1] == Status.UNSCORED or rewards.score[1] == 0
+    assert texts(rewards)[1] == "timed out after 1 s"
 
 
 def test_gsm8k_answers_are_read_as_the_data_set_has_them(shared: Path, make_context: Callable[..., Context]) -> None:
@@ -311,19 +314,18 @@ def test_gsm8k_answers_are_read_as_the_data_set_has_them(shared: Path, make_cont
 
 def test_parts_put_together_name_what_the_whole_names() -> None:
     """RewardBatch.concat: which parts a score has may differ from row to row."""
-    common: dict[str, Any] = {"step": 1, "accuracy": np.float32([1]), "status": np.uint8([0])}
+    common: dict[str, Any] = {"step": 1, "accuracy": f32([1]), "status": np.asarray([0], np.uint8)}
     reason = rollout_batch([[1]], [[1]]).reason
     a, b = (
         RewardBatch(
-            **common, row_id=np.int64([i]), group_id=np.int64([i]), score=np.float32([i]), part_names=(name,),
-            parts=np.float32([[i]]), reason=reason,
+            **common, row_id=np.asarray([i]), group_id=np.asarray([i]), score=f32([i]), part_names=(name,),
+            parts=f32([[i]]), reason=reason,
         )
         for i, name in enumerate(("tone", "form"))
     )  # fmt: skip
-    whole: Rows = RewardBatch.concat([a, b])
-    assert isinstance(whole, RewardBatch)
+    whole = RewardBatch.concat([a, b])
     assert whole.part_names == ("form", "tone")
-    np.testing.assert_array_equal(whole.parts, np.float32([[np.nan, 0], [1, np.nan]]))
+    np.testing.assert_array_equal(whole.parts, f32([[np.nan, 0], [1, np.nan]]))
 
 
 # -- the plan ------------------------------------------------------------------------------------------------

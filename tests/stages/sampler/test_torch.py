@@ -177,7 +177,9 @@ def test_never_a_token_of_zero_probability(live: range) -> None:
     assert np.isfinite(log_probs).all()
 
 
-@pytest.mark.parametrize("weights", [[0.1, 0.7, 0.2, 0.0, 0.0], [0.0, 0.3, 0.3, 0.3, 0.0], [1e-30, 3e-38, 0.0, 0.0, 0.0]])
+@pytest.mark.parametrize(
+    "weights", [[0.1, 0.7, 0.2, 0.0, 0.0], [0.0, 0.3, 0.3, 0.3, 0.0], [1e-30, 3e-38, 0.0, 0.0, 0.0]]
+)
 def test_the_largest_uniform_draws_the_last_live_token(weights: list[float]) -> None:
     last = max(i for i, w in enumerate(weights) if w)
     for uniform in (1 - 2.0**-53, 1.0):  # 1.0 stands for a product that is rounded up to the total
