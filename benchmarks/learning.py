@@ -27,7 +27,14 @@ REQUIRED = 0.95
 def one_run(pipeline: str, target: str, seed: int, extra: Sequence[str]) -> dict[str, float]:
     """Accuracy before and after, and wall seconds, of one run in its own process and directory."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "run.py", f"pipeline={pipeline}", f"reward.target={target}", f"seed={seed}", f"hydra.run.dir={folder}/run"]
+        command = [
+            sys.executable,
+            "run.py",
+            f"pipeline={pipeline}",
+            f"reward.target={target}",
+            f"seed={seed}",
+            f"hydra.run.dir={folder}/run",
+        ]
         started = time.monotonic()
         subprocess.run([*command, *extra], check=True, stdout=subprocess.DEVNULL)
         seconds = time.monotonic() - started

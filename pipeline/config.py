@@ -187,7 +187,8 @@ def _override_problem(text: str, error: Exception, cfg: DictConfig) -> Problem:
     if re.match(r"Could not (override|delete)", str(error)):
         parent, _, leaf = key.rpartition(".")
         node = OmegaConf.select(cfg, parent) if parent else cfg
-        allowed = [str(k) for k in node if k != "hydra"] if isinstance(node, DictConfig) else []
+        kind = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
+        allowed = [f.name for f in fields(kind)] if is_dataclass(kind) else [str(k) for k in node or () if k != "hydra"]
         return Problem(where=key, what="no such setting", hint=near(leaf, allowed))
     return Problem(where=key, what=_first_line(error.__cause__ or error), hint=f"the override was: {text}")
 

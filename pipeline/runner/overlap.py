@@ -14,14 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.program import Program
 from pipeline.records import Rows
 from pipeline.registry import backend
 from pipeline.runner import Runner
 from pipeline.stage import Grain
+
+if TYPE_CHECKING:
+    from pipeline.program import Program
 
 
 @dataclass(slots=True, kw_only=True)

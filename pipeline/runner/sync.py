@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pipeline.program import Program
 from pipeline.records import Rows
 from pipeline.registry import backend
 from pipeline.runner import Runner
+
+if TYPE_CHECKING:
+    from pipeline.program import Program
 
 
 @dataclass(slots=True, kw_only=True)

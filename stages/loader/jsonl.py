@@ -59,13 +59,19 @@ class JsonlLoader(Loader):
         path = resolve(self.cfg.path)
         if why := refusal(path):
             raise DataError(why)
-        rows = self.read(path, RowParser(self.cfg, ctx.node), self.cfg.limit)
-        if not rows:
+        cfg = self.cfg
+        found = self.read(path, RowParser(cfg, ctx.node), cfg.skip + cfg.limit if cfg.limit else 0)
+        if not found:
             raise DataError(f"{path} has no rows, only blank lines")
+        rows = found - cfg.skip
+        if rows <= 0:
+            raise DataError(
+                f"{ctx.node}.skip is {cfg.skip}, but {path} has {found} rows; it may be at most {found - 1}"
+            )
         if self.cfg.batch_size > rows:
             raise DataError(
                 f"{ctx.node}.batch_size is {self.cfg.batch_size}, but {path} gives {rows} rows"
-                f"{f' ({ctx.node}.limit is {self.cfg.limit})' if self.cfg.limit else ''}; it may be at most that"
+                f" ({ctx.node}.skip {cfg.skip}, limit {cfg.limit}); it may be at most that"
             )
         self._rows, self._batch = rows, self.cfg.batch_size or rows
         every = np.arange(rows)
@@ -74,7 +80,7 @@ class JsonlLoader(Loader):
     def run(self) -> PromptBatch:
         started = time.perf_counter()
         row_id = np.arange(self._calls * self._batch, (self._calls + 1) * self._batch, dtype=np.int64)
-        rows = [self.row(i) for i in self._order.at(row_id).tolist()]
+        rows = [self.row(i + self.cfg.skip) for i in self._order.at(row_id).tolist()]
         prompt, ground_truth, data_source, extra = (_column(c) for c in zip(*rows, strict=True))
         self._calls += 1
         batch = PromptBatch(

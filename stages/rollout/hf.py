@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class HfRolloutConfig(RolloutConfig):
+    """How many rows `generate` is given at once."""
+
     batch_rows: int = setting(256, min=1, doc="rows that are decoded at the same time; bounds the memory")
 
 

@@ -27,6 +27,8 @@ _LEAVE_AT = 1 / 8
 
 @dataclass(slots=True, kw_only=True)
 class TorchRolloutConfig(RolloutConfig):
+    """What bounds the memory of the loop."""
+
     batch_rows: int = setting(256, min=1, doc="rows that are decoded at the same time; bounds the memory")
     prefill_tokens: int = setting(16384, min=1, doc="prompt tokens that go through the model at once")
 

@@ -28,6 +28,7 @@ from stages.rollout.assembly import (
     require_room,
     resolve,
     settings_problems,
+    without_prompt,
 )
 from stages.sampler import Sampler, VllmSampling
 from stages.vllm_engine import Engine, EngineError, Request, Response
@@ -154,12 +155,10 @@ class VllmAsyncRollout(Rollout):
         settings = resolve(self.cfg, tokens.sampling)
         require_room(tokens, settings, self._limit)
         rows = expand(tokens, settings.n)
-        empty = tokens.prompt_ids.lengths[rows.prompt] == 0
-        version = self.engine.version
-        failed = [_without_prompt(row, version) for row in np.flatnonzero(empty).tolist()]
+        failed = without_prompt(tokens, rows, self.engine.version)
         if failed or not len(rows):
             yield assemble(tokens, rows, failed, settings, self._tokenizer)
-        servable = np.flatnonzero(~empty)
+        servable = np.setdiff1d(np.arange(len(rows)), [draft.row for draft in failed])
         if not len(servable):
             return
         requests = self._requests(tokens, rows, servable)
@@ -210,7 +209,9 @@ class VllmAsyncRollout(Rollout):
             return  # greedy rows are not sampled
         asked = {name: n for name, n in ran.items() if name.startswith(self._vllm.kernels)}
         if not asked or asked != ran:
-            what = f"sampler={self.sampler.backend} was asked for, but vLLM sampled with {ran or 'none that is counted'}"
+            what = (
+                f"sampler={self.sampler.backend} was asked for, but vLLM sampled with {ran or 'none that is counted'}"
+            )
             raise EngineError(f"{what}; it falls back in silence where a kernel does not support a request")
         if tokens.purpose == "train":
             self.ctx.meter.add("rollout/sampler_calls", sum(asked.values()), "sum")
@@ -218,18 +219,6 @@ class VllmAsyncRollout(Rollout):
 
 def _scale(settings: Settings) -> float:
     return 1.0 / settings.params.temperature if settings.params.temperature else 1.0
-
-
-def _without_prompt(row: int, version: int) -> Draft:
-    return Draft(
-        row=row,
-        ids=(),
-        log_probs=(),
-        finish=Finish.FAILED,
-        version_min=version,
-        version_max=version,
-        reason="the prompt has no tokens",
-    )
 
 
 def _draft(response: Response, row: int) -> Draft:

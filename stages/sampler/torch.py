@@ -33,6 +33,8 @@ class TorchSamplerConfig:
 
 @backend("sampler", "torch")
 class TorchSampler(Sampler):
+    """In plain tensor operations, on any device; a row's random numbers come from its own seed."""
+
     provides = frozenset({"logits_sampler", "vllm_sampler", "seeded_rows"})
     requires = ("torch",)
 

@@ -48,4 +48,3 @@ def rollout_rows(step: int, records: Mapping[str, Record]) -> Iterator[dict[str,
 def of_type(records: Mapping[str, Record], kind: type) -> Any:
     """The first record of a type, or None."""
     return next((r for r in records.values() if isinstance(r, kind)), None)
-

@@ -58,7 +58,13 @@ class ConsoleTracker(Tracker):
             self._rows = JsonLines(run_dir / "rollouts.jsonl")
         print(render(plan) + "\n")
         if sys.stdout.isatty():
-            columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[shown]}"), TimeRemainingColumn()]
+            columns = [
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.fields[shown]}"),
+                TimeRemainingColumn(),
+            ]
             self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("", total=self._total, shown="")
             self._bar.start()
@@ -92,14 +98,18 @@ class ConsoleTracker(Tracker):
         self._stop_bar()
         if self._evals:
             (_, before), (last, after) = self._evals[0], self._evals[-1]
-            self._console.print(f"\nheld-out accuracy: {before:.3f} before, [bold]{after:.3f}[/bold] after {last} steps")
+            self._console.print(
+                f"\nheld-out accuracy: {before:.3f} before, [bold]{after:.3f}[/bold] after {last} steps"
+            )
         if self._samples and self._samples[0]:
             self._console.print(self._sample_table())
         self._console.print(self._time_table())
         for name, values in self._ratios.items():
             self._console.print(f"{name}: {sum(values) / len(values):.3f} (mean over steps)")
         if self._unscored:
-            self._console.print(f"[yellow]{self._unscored:.0f} rows were not scored and not learned from; reasons are in rollouts.jsonl[/yellow]")
+            self._console.print(
+                f"[yellow]{self._unscored:.0f} rows were not scored and not learned from; reasons are in rollouts.jsonl[/yellow]"
+            )
         self._console.print(f"run directory: {self._run_dir}", markup=False)
 
     def close(self) -> None:

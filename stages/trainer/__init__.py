@@ -13,7 +13,8 @@ from stages.records import AdvantageBatch, LogProbBatch, RolloutBatch
 class Trainer(Stage):
     """Metrics: `policy/loss`, `policy/kl` (to the policy before the update), `policy/entropy`,
     `policy/clip_fraction`, `policy/grad_norm`, `policy/engine_drift` (mean absolute difference between the
-    engine's and the trainer's log-probs), `trainer/tokens_per_s`, `trainer/padding_ratio`, `trainer/updates`."""
+    engine's and the trainer's log-probs), `trainer/tokens_per_s`, `trainer/padding_ratio`, `trainer/updates`,
+    `rollout/staleness_max` (versions behind)."""
 
     role: ClassVar[str] = "trainer"
 

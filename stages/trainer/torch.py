@@ -114,6 +114,7 @@ class TorchTrainer(Trainer):
                 values = torch.stack([log_probs, entropy]).cpu().numpy()
                 out[:, np.concatenate([np.arange(offsets[r], offsets[r + 1]) for r in micro.rows])] = values
         self._measure_drift(rollouts, out[0])
+        self.ctx.meter.add("rollout/staleness_max", self._version - rollouts.version_min, "max")
         return LogProbBatch(
             step=rollouts.step,
             row_id=rollouts.row_id,

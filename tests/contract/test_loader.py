@@ -209,7 +209,7 @@ def test_a_batch_larger_than_the_file_names_both(entry: Entry, open_loader: Open
     message = opening_error(open_loader, entry, path, batch_size=8)
     assert "loader.batch_size is 8" in message
     assert "gives 7 rows" in message
-    assert "loader.limit is 5" in opening_error(open_loader, entry, path, batch_size=6, limit=5)
+    assert "loader.skip 0, limit 5" in opening_error(open_loader, entry, path, batch_size=6, limit=5)
 
 
 def test_only_the_first_rows_if_limited(entry: Entry, open_loader: Open, tmp_path: Path) -> None:
@@ -217,6 +217,16 @@ def test_only_the_first_rows_if_limited(entry: Entry, open_loader: Open, tmp_pat
     path.write_bytes(path.read_bytes() + b"not looked at")
     loader = open_loader(entry, path, batch_size=3, limit=3)
     assert sorted(answers(loader.run())) == sorted(answers(loader.run())) == ["0", "1", "2"]
+
+
+def test_skipped_rows_are_left_to_others(entry: Entry, open_loader: Open, tmp_path: Path) -> None:
+    """`skip` k and `limit` k cut one file into two sets that share no row."""
+    path = write(tmp_path / "a.jsonl", 7)
+    rest, first = open_loader(entry, path, batch_size=5, skip=2), open_loader(entry, path, batch_size=2, limit=2)
+    assert sorted(answers(rest.run())) == ["2", "3", "4", "5", "6"]
+    assert sorted(answers(first.run())) == ["0", "1"]
+    assert sorted(answers(open_loader(entry, path, batch_size=3, skip=1, limit=3).run())) == ["1", "2", "3"]
+    assert "loader.skip is 7" in opening_error(open_loader, entry, path, batch_size=1, skip=7)
 
 
 def test_sampling_and_purpose_travel_with_the_batch(entry: Entry, open_loader: Open, tmp_path: Path) -> None:

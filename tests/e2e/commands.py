@@ -72,7 +72,8 @@ class Run:
         self._seen: set[Process] = set()
         self._shm = set(os.listdir("/dev/shm"))
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "HYDRA"))}
-        env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), "COLUMNS": "200"}
+        env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), "COLUMNS": "200", "MINE": str(MINE)}
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes this empty folder when it is imported
         self._started = time.monotonic()
         with (folder / "out.txt").open("wb") as out, (folder / "err.txt").open("wb") as err:
             self._process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import hypothesis
 import pytest
 import yaml
 
-from pipeline import plan
+from pipeline import plan, registry
 from pipeline.config import CommandLine, parse
 from pipeline.errors import PlanError, Problem
 from pipeline.plan import Plan
@@ -60,6 +61,15 @@ def problems(*overrides: str) -> dict[str, Problem]:
     found = caught.value.problems
     assert len({(p.where, p.what) for p in found}) == len(found), "a problem is listed twice"
     return {p.where: p for p in reversed(found)}
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """What a test registers is forgotten afterwards."""
+    before = dict(registry._entries)
+    yield
+    registry._entries.clear()
+    registry._entries.update(before)
 
 
 @pytest.fixture

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Numbers(Rows):
-    """`value` float64 [B]; `note`: text."""
+    """`value` float64 [B]; `note`: text; `purpose`: train or eval."""
 
+    purpose: str
     value: np.ndarray
     note: Ragged
 
@@ -56,6 +57,7 @@ class CountingSourceConfig:
     groups: int = setting(3, min=0, doc="groups a step")
     group_size: int = setting(2, min=1, doc="rows a group")
     path: str = setting("", doc="not used")
+    purpose: str = setting("train", doc="train or eval")
 
 
 @backend("source", "counting")
@@ -76,6 +78,7 @@ class CountingSource(Stage):
         return Numbers(
             step=self.calls,
             group_size=width,
+            purpose=self.cfg.purpose,
             row_id=ids,
             group_id=ids // width,
             value=(seeds % np.uint64(1000)).astype(np.float64) / 7,
@@ -213,8 +216,8 @@ class NegateScorer(Stage):
             raise ValueError(f"cannot score row {self.cfg.fail_at}")
         if self.cfg.die_at in numbers.row_id:
             os.kill(os.getpid(), signal.SIGKILL)
-        self.ctx.meter.add("scorer/score", -numbers.value)
-        self.ctx.meter.add("eval/score", -numbers.value)
+        name = "scorer/score" if numbers.purpose == "train" else "eval/score"
+        self.ctx.meter.add(name, -numbers.value)
         return Scores(step=numbers.step, row_id=numbers.row_id, group_id=numbers.group_id, score=-numbers.value)
 
 

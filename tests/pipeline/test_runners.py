@@ -132,7 +132,7 @@ def test_when_all_nodes_fail_one_error_is_raised(tmp_path: Path) -> None:
 def numbers(ids: list[int], size: int = 2) -> Numbers:
     at = np.array(ids, np.int64)
     notes = Ragged.texts(str(i) for i in ids)
-    return Numbers(step=1, group_size=size, row_id=at, group_id=at // size, value=at * 1.5, note=notes)
+    return Numbers(step=1, group_size=size, purpose="train", row_id=at, group_id=at // size, value=at * 1.5, note=notes)
 
 
 def test_join_by_row() -> None:

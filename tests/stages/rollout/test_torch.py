@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Watched(DecodeCache):
     """Notes the shapes of what is stored, after each arrangement and each step."""
 
-    seen: list[dict[str, Any]] = []
+    seen: ClassVar[list[dict[str, Any]]] = []
 
     def _arrange(self, prompts: PromptCache, prompt_of_row: np.ndarray) -> None:
         super()._arrange(prompts, prompt_of_row)
@@ -194,7 +194,7 @@ def test_layers_without_attention_are_refused(folder: Path, make_context: Any) -
         return module
 
     rollout.model.load = recurrent
-    with pytest.raises(ValueError, match="attention of LlamaForCausalLM .* cannot be exchanged"):
+    with pytest.raises(ValueError, match=r"attention of LlamaForCausalLM .* cannot be exchanged"):
         rollout.open(make_context("rollout"))
 
 

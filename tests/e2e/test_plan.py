@@ -1,0 +1,113 @@
+"""What cannot run is told at once, all of it, in words for people, and nothing is started or written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import ROOT, SMALL, Ended, run
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def wrong(folder: Path) -> Ended:
+    """Seven mistakes of seven kinds."""
+    return run(
+        folder,
+        "rollout=turch",
+        "loader.batchsize=4",
+        "rollout.temperature=-1",
+        "rollout.max_new_tokens=1000",
+        "trainer.policy_loss=vanila",
+        "loader.path=nowhere.jsonl",
+        "placement.rewards=process",
+    )
+
+
+def unfed(folder: Path) -> Ended:
+    """GAE without the critic that gives it values."""
+    return run(folder, "pipeline=grpo", "advantage.estimator=gae")
+
+
+def taken(folder: Path) -> Ended:
+    """The directory holds the files of somebody else."""
+    (folder / "mine").mkdir()
+    (folder / "mine" / "thesis.txt").write_text("two years of work")
+    return run(folder, f"hydra.run.dir={folder}/mine", *SMALL)
+
+
+def planned(folder: Path) -> Ended:
+    return run(folder, "mode=plan", "rollout=hf", *SMALL)
+
+
+def bad_point(folder: Path) -> Ended:
+    """A sweep whose second point cannot run."""
+    return run(folder, "-m", "trainer.policy_loss=vanilla,vanila", *SMALL)
+
+
+RUNS = {"wrong": wrong, "unfed": unfed, "taken": taken, "planned": planned, "bad_point": bad_point}
+
+
+@pytest.mark.parametrize("name", ["wrong", "unfed", "taken", "bad_point"])
+def test_exit_status_2_and_nothing_on_disk(runs, name: str):
+    ended = runs(name)
+
+    assert ended.code == 2, ended.err[-3000:]
+    assert ended.left == {}
+    assert "Traceback" not in ended.out + ended.err
+    assert "Nothing was started and nothing was written." in ended.err
+    expected = {"out.txt", "err.txt", "tmp"} | ({"mine", "mine/thesis.txt"} if name == "taken" else set())
+    assert {str(p.relative_to(ended.folder)) for p in ended.folder.rglob("*")} == expected
+
+
+def test_all_problems_are_told_at_once(runs):
+    told = runs("wrong").err
+
+    assert "7 problems" in told
+    for where, hint in (
+        ("rollout: there is no 'turch'", "did you mean 'torch'?"),
+        ("loader.batchsize: no such setting", "did you mean 'batch_size'?"),
+        ("rollout.temperature: -1", ">= 0"),
+        ("rollout.max_new_tokens: ", "128"),
+        ("trainer.policy_loss: verl has no policy loss 'vanila'", "did you mean 'vanilla'?"),
+        ("loader.path: ", "nowhere.jsonl"),
+        ("placement.rewards: there is no node 'rewards'", "did you mean 'reward'?"),
+    ):
+        assert where in told
+        assert hint in told
+
+
+def test_an_estimator_that_nothing_feeds_is_named(runs):
+    told = runs("unfed").err
+
+    assert "advantage.estimator: gae needs values, which nothing feeds" in told
+    assert "rloo" in told  # one that could run instead
+
+
+def test_the_files_of_another_are_not_touched(runs):
+    ended = runs("taken")
+
+    assert "hydra.run.dir: " in ended.err
+    assert (ended.folder / "mine" / "thesis.txt").read_text() == "two years of work"
+
+
+def test_a_plan_prints_and_stops(runs):
+    ended = runs("planned")
+
+    assert (ended.code, ended.err, ended.left) == (0, "", {})
+    for text in ("loader -> tokenizer_cache -> rollout -> reward -> trainer", "hf", "prompts_per_step 4", "batch_size=4"):
+        assert text in ended.out
+    assert {p.name for p in ended.folder.iterdir()} == {"out.txt", "err.txt", "tmp"}
+
+
+def test_a_plan_imports_nothing_heavy(tmp_path: Path):
+    """Python itself tells what it imports, on standard error."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / "run.py"), "mode=plan"]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stderr
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in told.splitlines() if line.startswith("import time:")}
+
+    assert {"hydra", "numpy", "stages", "pipeline"} <= imported
+    assert imported.isdisjoint({"torch", "transformers", "verl", "vllm", "ray", "tensordict", "flashinfer"})

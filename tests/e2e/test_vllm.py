@@ -1,0 +1,112 @@
+"""vLLM's engine in a run: rows stream from it while others are generated, and it ends with the run, however that ends.
+
+`overlap`, `sync`: one sweep, two engines. Both nodes of interest are a user's own (mine/my_stages.py): vLLM and the
+rule reward, which write down when rows were finished and when they were scored. In `sync` the engine is the child of a
+stage in a process of its own. `killed`: kill -9 of the controller while the engine generates.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import OWN, SMALL, Ended, Run, differences, lines, numbers, run, steps_done
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+]
+
+# At this temperature a response ends anywhere between 1 and 96 tokens; with 4 at a time, many wait for a place.
+UNEVEN = ("rollout.temperature=4", "rollout.max_new_tokens=96", "rollout.max_num_seqs=4")
+POINTS = ("overlap", "apart")
+
+
+def streams(folder: Path) -> Ended:
+    points = f"+case={','.join(POINTS)}"
+    return run(folder, "-m", *OWN, f"hydra.sweep.dir={folder}/sweep", "rollout=timed", "reward=timed", points, *SMALL, *UNEVEN)
+
+
+def killed(folder: Path) -> Ended:
+    endless = ("rollout=vllm_async", "runner=overlap", "run.steps=1000000")
+    started = Run(folder, f"hydra.run.dir={folder}/run", *SMALL, *UNEVEN, *endless)
+    started.until(lambda: steps_done(folder / "run") >= 1, "the end of step 1")
+    (folder / "children").write_text("\n".join(started.commands()))
+    return started.send(signal.SIGKILL).end(grace_s=15)
+
+
+RUNS = {"streams": streams, "killed": killed}
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line that a timed stage wrote: seconds of the machine's clock."""
+
+    step: int
+    began: float
+    ended: float
+    rows: int
+
+
+def notes(file: Path, step: int) -> list[Note]:
+    split = (line.split() for line in file.read_text().splitlines())
+    found = [Note(int(s), float(b), float(e), int(n)) for s, b, e, n in split]
+    return [n for n in found if n.step == step]
+
+
+def point(runs, name: str) -> Path:
+    return runs("streams").folder / "sweep" / str(POINTS.index(name))
+
+
+def test_both_runners_end_well_and_leave_nothing(runs):
+    ended = runs("streams")
+
+    assert (ended.code, ended.left) == (0, {}), ended.err[-3000:]
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_reward_works_while_generation_goes_on(runs, step: int):
+    """overlap: at least half of the rows were scored, to the end, before the last one was generated. sync: none."""
+    finished, scored = (notes(point(runs, "overlap") / f, step) for f in ("finished.txt", "scored.txt"))
+    last = max(n.began for n in finished)
+
+    assert sum(n.rows for n in finished) == sum(n.rows for n in scored) == 16
+    assert len(scored) > 1
+    assert sum(n.rows for n in scored if n.ended < last) >= 8
+    assert min(n.began for n in scored) > min(n.began for n in finished)  # of rows that were finished, that is
+
+    finished, scored = (notes(point(runs, "apart") / f, step) for f in ("finished.txt", "scored.txt"))
+    assert [n.rows for n in scored] == [16]
+    assert min(n.began for n in scored) > max(n.began for n in finished)
+
+
+def test_streaming_changes_no_number(runs):
+    """Tokens, rewards and everything learned: rows carry seeds of their own, and the engine computes in float32."""
+    one, other = (point(runs, name) for name in POINTS)
+
+    assert lines(one / "rollouts.jsonl") == lines(other / "rollouts.jsonl")
+    assert differences(numbers(one), numbers(other)) == []
+
+
+def test_rows_are_of_uneven_length(runs):
+    """Or the test above would show nothing."""
+    rows = [r["tokens"] for r in lines(point(runs, "overlap") / "rollouts.jsonl") if r["purpose"] == "train"]
+
+    assert min(rows) <= 24
+    assert max(rows) >= 72
+
+
+def test_the_engine_is_gone_after_kill_9(runs):
+    ended = runs("killed")
+
+    assert ended.code == -signal.SIGKILL
+    assert "EngineCore" in (ended.folder / "children").read_text()
+    assert ended.left == {}
+    assert ended.gone_s < 15

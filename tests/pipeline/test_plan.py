@@ -1,0 +1,173 @@
+"""What a plan checks beyond types and edges, and what it tells."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from pipeline import plan, registry
+from pipeline.plan import changed
+from pipeline.registry import backend
+from pipeline.stage import Component, Stage, setting
+from tests.pipeline.conftest import problems, toy_plan
+from tests.pipeline.stages_for_tests import (
+    ExactScaleConfig,
+    NegateScorer,
+    Numbers,
+    Scale,
+    Scores,
+)
+
+
+def test_a_plan_tells_what_will_run() -> None:
+    made = toy_plan("double=streaming", "double.most=2", "+placement.double=process", "mode=plan")
+    told = json.loads(json.dumps(made.plain()))
+    assert told["order"] == ["source", "double", "second", "scorer", "learner", "judge"]
+    assert told["nodes"]["double"] == {
+        "role": "double",
+        "backend": "streaming",
+        "placement": "process",
+        "grain": "row",
+        "inputs": {"numbers": "source"},
+        "output": "Numbers",
+        "components": {"scale": "exact"},
+        "changed": {"most": 2},
+    }
+    assert told["facts"] == {"rows_per_step": 6}
+    assert list(made.nodes) == [*told["order"], "eval_source"]
+
+
+def test_the_facts_of_an_evaluation_node_are_not_those_of_training() -> None:
+    assert toy_plan("eval_source.groups=50").facts == {"rows_per_step": 6}
+    assert toy_plan("source.groups=50").facts == {"rows_per_step": 100}
+
+
+def test_a_part_checks_itself_with_the_facts_of_the_others() -> None:
+    found = problems("double.limit=5")
+    assert list(found) == ["double.limit"]
+    assert found["double.limit"].what == "5 is less than the 6 rows of a step"
+
+
+def test_placement_of_an_unknown_node() -> None:
+    found = problems("+placement.scoer=process", "+placement.scale=process")
+    assert set(found) == {"placement.scoer", "placement.scale"}
+    assert found["placement.scoer"].hint.startswith("did you mean 'scorer'?")
+
+
+def test_a_missing_component_and_runner() -> None:
+    found = problems("~scale", "~runner", "double.limit=0")
+    assert set(found) == {"scale", "runner", "double.limit"}
+    assert found["scale"].what == "is missing"
+    assert "scale=exact" in found["scale"].hint
+    assert "scale=rough" in found["scale"].hint
+    assert "runner=sync" in found["runner"].hint
+
+
+def test_a_component_of_another_role() -> None:
+    found = problems("~scale", "+tracker@scale=recording")
+    assert found["scale"].what == "must be a scale, but tracker=recording is configured here"
+
+
+def test_capabilities_both_ways() -> None:
+    found = problems("scale=rough", "scale.factor=1")
+    assert {w: (p.what, p.hint) for w, p in found.items()} == {
+        "double": ("double=whole needs 'exactness', which scale=rough does not provide", "these do: scale=exact"),
+        "scale": ("scale=rough needs 'patience', which double=whole does not provide", "these do: (nothing)"),
+    }
+
+
+def test_a_component_that_nothing_takes_is_a_warning() -> None:
+    made = toy_plan("+scale@other=exact")
+    assert [(p.where, p.level) for p in made.problems] == [("other", "warning")]
+
+
+@dataclass(slots=True, kw_only=True)
+class HeavyScorerConfig:
+    rows: int = setting(4, min=1, doc="rows at once")
+
+
+@dataclass(slots=True, kw_only=True)
+class OtherScorerConfig:
+    rows: int = setting(4, min=1, doc="rows at once")
+
+
+def test_requirements_are_warnings_in_a_plan_and_errors_in_a_run(
+    registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls: type = NegateScorer
+    monkeypatch.setattr(cls, "requires", ("json", "a_package_nobody_has", "device:cuda"))
+    monkeypatch.setattr(plan, "has_cuda", lambda: False)
+    found = problems()
+    assert found["scorer"].what == "scorer=negate needs the package 'a_package_nobody_has', which is not installed"
+    made = toy_plan("mode=plan")
+    told = [(p.where, p.level) for p in made.problems]
+    assert told == [("scorer", "warning")] * 2 + [("second", "warning")] * 2
+    assert any("CUDA device" in p.what for p in made.problems)
+    monkeypatch.setattr(plan, "has_cuda", lambda: True)
+    assert not any("CUDA device" in p.what for p in toy_plan("mode=plan").problems)
+    assert any("CUDA device" in p.what for p in toy_plan("mode=plan", "run.device=cpu").problems)
+
+
+def test_changed_settings() -> None:
+    assert changed(ExactScaleConfig()) == {}
+    assert changed(ExactScaleConfig(factor=3.0)) == {"factor": 3.0}
+
+
+# -- the registry --------------------------------------------------------------------------------------------
+
+
+def test_registering_checks_the_shape(registered: None) -> None:
+    with pytest.raises(TypeError, match="registered as role 'scorer' but extends role 'scale'"):
+
+        @backend("scorer", "misfit")
+        class Misfit(Scale):
+            def __init__(self, cfg: HeavyScorerConfig): ...
+
+    with pytest.raises(TypeError, match="first constructor parameter of NoConfig must be annotated"):
+
+        @backend("scorer", "bare")
+        class NoConfig(Stage):
+            def __init__(self, cfg: int): ...
+
+    with pytest.raises(TypeError, match="first constructor parameter of Nothing must be annotated"):
+
+        @backend("scorer", "nothing")
+        class Nothing(Stage):
+            def __init__(self) -> None: ...
+
+
+def test_names_of_backends_and_configs_are_unique(registered: None) -> None:
+    @backend("scorer", "heavy")
+    class Heavy(Stage):
+        def __init__(self, cfg: HeavyScorerConfig): ...
+
+        def run(self, numbers: Numbers) -> Scores: ...  # type: ignore[empty-body]
+
+    entry = registry.entry_of(HeavyScorerConfig)
+    assert entry is not None
+    assert (str(entry), entry.cls) == ("scorer=heavy", Heavy)
+    assert Heavy.backend == "heavy"
+    assert Heavy.role == "scorer"
+    with pytest.raises(ValueError, match=r"scorer=heavy is registered twice: .*test_plan\.py:\d+ and .*\.py:\d+"):
+
+        @backend("scorer", "heavy")
+        class Other(Stage):
+            def __init__(self, cfg: OtherScorerConfig): ...
+
+    with pytest.raises(ValueError, match="config class HeavyScorerConfig is registered twice"):
+
+        @backend("scale", "heavier")
+        class Same(Component):
+            def __init__(self, cfg: HeavyScorerConfig): ...
+
+
+def test_settings_do_not_share_lists() -> None:
+    @dataclass(slots=True, kw_only=True)
+    class Config:
+        names: list[str] = setting(["a"], doc="names")
+
+    one, two = Config(), Config()
+    one.names.append("b")
+    assert two.names == ["a"]
