@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +45,13 @@ class RunSettings:
     """The `run` section."""
 
     steps: int = setting(30, min=0, doc="training steps")
-    threads: int = setting(1, min=1, doc="compute threads of each process; one is fastest for tiny models")
+    threads: int = setting(1, min=0, doc="compute threads of each process, best 1 for tiny models; 0: every core")
     device: str = setting("auto", doc="cpu, cuda, or auto: cuda where there is one")
+
+    @property
+    def cores(self) -> int:
+        """`threads`, with 0 as every core that this process may use."""
+        return self.threads or len(os.sched_getaffinity(0))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -260,8 +266,7 @@ def _leave_out(node: DictConfig, path: str) -> bool:
     target = OmegaConf.select(node, parent) if parent else node
     if not isinstance(target, DictConfig) or leaf not in target._content:  # type: ignore[operator]
         return False
-    OmegaConf.set_readonly(target, False)
-    del target._content[leaf]  # type: ignore[attr-defined]
+    del target._content[leaf]  # type: ignore[attr-defined]  # pop() refuses for a typed node
     return True
 
 

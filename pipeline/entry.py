@@ -116,7 +116,7 @@ def execute(cfg: DictConfig) -> int:
     except PlanError as e:
         explain(e)
         return 2
-    os.environ.update(OFFLINE | {"OMP_NUM_THREADS": str(made.root.run.threads)})
+    os.environ.update(OFFLINE | {"OMP_NUM_THREADS": str(made.root.run.cores)})
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         with Program(made, run_dir) as program:

@@ -1,9 +1,9 @@
 """The graph: who feeds whom in the forward, learn, publish and evaluate sections, and whether that can be.
 
-    forward:  {node: {port: producer}}     run in topological order; a producer is a node of this section
-    learn:    {node: {port: producer}}     in the order written, after all forwards; producers are forwards
-    publish:  {server: learner}            weights, after the learners
-    evaluate: [node, node, ...]            a chain: each takes what the one before gives
+forward:  {node: {port: producer}}     run in topological order; a producer is a node of this section
+learn:    {node: {port: producer}}     in the order written, after all forwards; producers are forwards
+publish:  {server: learner}            weights, after the learners
+evaluate: [node, node, ...]            a chain: each takes what the one before gives
 """
 
 from __future__ import annotations

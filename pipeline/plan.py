@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,13 @@ class Plan:
 
 
 def changed(config: Any) -> dict[str, Any]:
-    """Settings that differ from the schema's defaults."""
+    """Settings that differ from the schema's defaults; `fields.prompt` for one inside a section."""
     out: dict[str, Any] = {}
     for f in fields(config):
         value, default = getattr(config, f.name), f.default_factory() if callable(f.default_factory) else f.default
-        if value != default:
+        if is_dataclass(value):
+            out |= {f"{f.name}.{inner}": v for inner, v in changed(value).items()}
+        elif value != default:
             out[f.name] = plain(value)
     return out
 

@@ -14,21 +14,18 @@ import fcntl
 import mmap
 import os
 import pickle
-import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_HEADER = struct.Struct("<QQ")  # bytes of the pickle, number of out-of-band buffers
 _ALIGN = 64
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PR_SET_PDEATHSIG = 1
@@ -47,7 +44,7 @@ class Channel:
     """One end of a socket pair that carries Python objects."""
 
     def __init__(self, sock: socket.socket):
-        self._sock = sock
+        self._sock, self._wire = sock, Connection(os.dup(sock.fileno()))
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
@@ -59,47 +56,31 @@ class Channel:
         buffers: list[pickle.PickleBuffer] = []
         body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         views = [b.raw() for b in buffers]
-        sizes = struct.pack(f"<{len(views)}Q", *(v.nbytes for v in views))
-        data = _HEADER.pack(len(body), len(views)) + sizes + body
         with self._lock:
+            self._wire.send([v.nbytes for v in views])
+            self._wire.send_bytes(body)
             if views:
                 fd = _memfd(views)
                 try:
-                    data = data[socket.send_fds(self._sock, [data], [fd]) :]
+                    socket.send_fds(self._sock, [b"."], [fd])
                 finally:
                     os.close(fd)
-            self._sock.sendall(data)
 
     def recv(self, timeout: float | None = None) -> Any:
         """EOFError if the other end is gone, TimeoutError if nothing came within `timeout` seconds."""
-        if timeout is not None and not _readable(self._sock, timeout):
+        if timeout is not None and not self._wire.poll(timeout):
             raise TimeoutError(f"no message came within {timeout:g} s")
-        header, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, 1)
-        header += self._exactly(_HEADER.size - len(header))
-        size, count = _HEADER.unpack(header)
-        sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
-        body = self._exactly(size)
-        return pickle.loads(body, buffers=_map(fds[0], sizes) if count else [])
-
-    def _exactly(self, size: int) -> bytes:
-        out = bytearray()
-        while len(out) < size:
-            part = self._sock.recv(min(size - len(out), 1 << 20))
-            if not part:
-                raise EOFError("the other process closed the connection")
-            out += part
-        return bytes(out)
+        sizes, body = self._wire.recv(), self._wire.recv_bytes()
+        fds = socket.recv_fds(self._sock, 1, 1)[1] if sizes else []
+        if len(fds) < bool(sizes):
+            raise EOFError("the other process ended in the middle of a message")
+        return pickle.loads(body, buffers=_map(fds[0], sizes) if sizes else [])
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in recv
         self._sock.close()
-
-
-def _readable(sock: socket.socket, timeout: float) -> bool:
-    poll = select.poll()  # select(2) knows descriptors below 1024 only
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(max(timeout, 0) * 1000))
+        self._wire.close()
 
 
 def _memfd(views: list[memoryview]) -> int:
@@ -118,7 +99,7 @@ def _memfd(views: list[memoryview]) -> int:
     return fd
 
 
-def _map(fd: int, sizes: tuple[int, ...]) -> list[memoryview]:
+def _map(fd: int, sizes: list[int]) -> list[memoryview]:
     try:
         whole = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     finally:
@@ -336,20 +317,3 @@ def _portable(error: BaseException) -> BaseException:
         return error
     except Exception:
         return RemoteError(text)
-
-
-def wait_gone(pids: list[int], seconds: float) -> list[int]:
-    """Those of the processes that still exist after `seconds`."""
-    deadline = time.monotonic() + seconds
-    alive = list(pids)
-    while (alive := [p for p in alive if _runs(p)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return alive
-
-
-def _runs(pid: int) -> bool:
-    """Whether the process exists and is not a zombie (state after the name in parentheses, proc(5))."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

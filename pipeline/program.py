@@ -47,7 +47,7 @@ class Program:
             closing.callback(self._metrics.close)
             for node, spec in self.plan.nodes.items():
                 ctx = Context(
-                    node=node, run_seed=seed, run_dir=self.run_dir, threads=run.threads, device=device, meter=self.meter
+                    node=node, run_seed=seed, run_dir=self.run_dir, threads=run.cores, device=device, meter=self.meter
                 )
                 self.stages[node] = place(spec, self.plan.placement(node))
                 closing.callback(self._close, node)

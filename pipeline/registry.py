@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from pipeline.stage import Part
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One registered backend; `origin` is file:line of the class."""
+    """One registered backend; `origin` is file:line of where that is said."""
 
     role: str
     name: str
@@ -63,11 +64,12 @@ _entries: dict[tuple[str, str], Entry] = {}
 
 def backend(role: str, name: str) -> Callable[[P], P]:
     """Register a class as backend `name` of `role`. TypeError or ValueError if its shape breaks the contract."""
+    caller = sys._getframe(1)
+    origin = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
     def bind(cls: P) -> P:
         if getattr(cls, "role", role) != role:
             raise TypeError(f"{cls.__name__} is registered as role '{role}' but extends role '{cls.role}'")
-        origin = f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
         entry = Entry(role, name, cls, _config_type(cls), origin)
         for other in _entries.values():
             same = str(other) == str(entry)

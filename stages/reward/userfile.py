@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import importlib.util
 import inspect
 import math
@@ -90,6 +89,8 @@ class FunctionScorer:
     """Calls the function once a row. A coroutine function runs in one event loop for all rows."""
 
     def __init__(self, path: str, name: str, kwargs: dict[str, Any], correct_at: float):
+        import asyncio  # a tenth of a second that planning can do without
+
         self._name, self._kwargs, self._correct_at = name, kwargs, correct_at
         self._function = load(Path(path), name)
         self._loop = asyncio.Runner()

@@ -13,11 +13,11 @@ import pytest
 from pipeline import registry
 from pipeline.context import Context
 from pipeline.metrics import Meter, summarise
-from pipeline.process import wait_gone
 from pipeline.records import Ragged
 from pipeline.registry import Entry
 from stages.records import RewardBatch, RolloutBatch, Status
 from tests.builders import rollout_batch
+from tests.processes import wait_gone
 from tests.stages.reward.support import children
 
 registry.discover("stages")

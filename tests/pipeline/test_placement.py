@@ -19,11 +19,11 @@ from pipeline.context import Context
 from pipeline.errors import StageError
 from pipeline.metrics import Meter, summarise
 from pipeline.placement import Placement, ProcessStage, place
-from pipeline.process import wait_gone
 from pipeline.program import Program
 from tests.pipeline.conftest import toy
 from tests.pipeline.test_process import ROOT
 from tests.pipeline.test_runners import assert_same, steps
+from tests.processes import wait_gone
 
 
 def test_a_context_crosses_with_an_empty_meter(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.process import Child, ChildDied, RemoteError, wait_gone
+from pipeline.process import Child, ChildDied, RemoteError
+from tests.processes import wait_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -204,8 +204,14 @@ def test_same_sees_every_change(sample: Sample, data: st.DataObject) -> None:
 def samples_of(size: int, **changes: Any) -> Sample:
     at = np.arange(size)
     text = Ragged.of([[i] for i in at], np.int32)
-    fields: dict[str, Any] = {"step": 1, "row_id": at, "group_id": at, "purpose": "eval", "scale": 1.0, "name": "x", "deep": False}
-    fields |= {"names": (), "extra": Extra(), "score": np.zeros(size, np.float32), "grid": np.zeros((size, 2))}
+    fields: dict[str, Any] = {"step": 1, "row_id": at, "group_id": at, "purpose": "eval", "scale": 1.0, "name": "x"}
+    fields |= {
+        "deep": False,
+        "names": (),
+        "extra": Extra(),
+        "score": np.zeros(size, np.float32),
+        "grid": np.zeros((size, 2)),
+    }
     return Sample(**(fields | {"tokens": text, "flags": text} | changes))
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.process import wait_gone
 from stages.reward.workers import ScorerPool
+from tests.processes import wait_gone
 from tests.stages.reward.support import Tricky, children, group, sample
 
 TIMEOUT_S = 0.7
