@@ -25,6 +25,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from pipeline.errors import PlanError, Problem, listed, near
 from pipeline.graph import GraphConfig
@@ -164,7 +165,7 @@ def _compose(overrides: Sequence[str]) -> tuple[DictConfig, list[Problem]]:
         try:
             cfg = compose("config", overrides=[*kept, *texts], return_hydra_config=True)
             kept.extend(texts)
-        except (HydraException, OmegaConfBaseException, ValueError) as e:
+        except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as e:
             if not texts:
                 raise PlanError([Problem(where="conf", what=f"does not compose by itself: {_first_line(e)}")]) from e
             if len(texts) == 1:

@@ -112,6 +112,9 @@ def execute(cfg: DictConfig) -> int:
     run_dir = Path(runtime.runtime.output_dir)
     try:
         made = plan.check(*config.read(cfg, overrides=tuple(runtime.overrides.task)))
+        if not is_execution(made):  # one point of a sweep over modes
+            print(render(made))
+            return 0
         claim(run_dir, made)
     except PlanError as e:
         explain(e)

@@ -117,7 +117,9 @@ class Engine:
         try:
             with _environment(ENVIRONMENT | own | self._changes):
                 self._llm = self._call(self._start(), start_s)
-            return self._rpc("headrace_setup")[0]
+            facts = self._rpc("headrace_setup")[0]
+            shutil.rmtree(self._scratch)  # all are connected: the sockets live on without names that a kill would leave
+            return facts
         except BaseException:
             self.close()
             raise
@@ -168,9 +170,9 @@ class Engine:
     def stream(
         self, requests: Sequence[Request], sampling: Mapping[str, Any], scale: float
     ) -> Iterator[list[Response]]:
-        """Responses when they are finished, those of the same moment together. `sampling`: arguments of vLLM's SamplingParams, all that decide the
-        distribution; `scale`: factor on the logits. Leaving early aborts the rest.
+        """Responses when they are finished, those of the same moment together. Leaving early aborts the rest.
 
+        `sampling`: arguments of vLLM's SamplingParams, all that decide the distribution; `scale`: factor on the logits.
         EngineError if the engine dies, or is silent for too long.
         """
         if scale != self._scale:

@@ -15,6 +15,8 @@ import shutil
 import signal
 import sys
 import threading
+from multiprocessing import util
+from multiprocessing.synchronize import SemLock
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,15 @@ def _leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _unlink_semaphores() -> None:
+    """Take the names of this process's semaphores (vLLM's and tqdm's locks) out of /dev/shm, now that all who use them
+    have opened them. Python does so at an orderly end, or its resource tracker, which a kill may take along.
+    """
+    for finalizer in list(util._finalizer_registry.values()):  # pyright: ignore[reportAttributeAccessIssue]
+        if finalizer._callback is SemLock._cleanup:  # pyright: ignore[reportAttributeAccessIssue]
+            finalizer()
 
 
 def _in_engine() -> bool:
@@ -123,6 +134,7 @@ class WorkerExtension:
 
     def headrace_setup(self) -> dict[str, Any]:
         """Once, when the engine is up. Facts about this worker."""
+        _unlink_semaphores()
         sampler = getattr(self.model_runner.sampler, "topk_topp_sampler", None)
         if self.device.type == "cpu" and sampler is not None:
             # The CPU path drops the seeds of all rows of a step as soon as one row has none, and compiles C++.

@@ -108,7 +108,7 @@ class ConsoleTracker(Tracker):
             self._console.print(f"{name}: {sum(values) / len(values):.3f} (mean over steps)")
         if self._unscored:
             self._console.print(
-                f"[yellow]{self._unscored:.0f} rows were not scored and not learned from; reasons are in rollouts.jsonl[/yellow]"
+                f"[yellow]{self._unscored:.0f} rows were not scored and not learned from: see rollouts.jsonl[/yellow]"
             )
         self._console.print(f"run directory: {self._run_dir}", markup=False)
 

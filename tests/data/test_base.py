@@ -1,4 +1,4 @@
-"""What the default job starts from: prompts that do not leak, and a base that knows four skills and picks among them."""
+"""What the default job starts from: prompts that do not leak, and a base that picks among four skills."""
 
 from __future__ import annotations
 

@@ -7,6 +7,6 @@
     test_gsm8k.py      the recipe for a chat model
     test_vllm.py       rows stream from vLLM while others are generated; its engine ends with the run
 
-A start costs seconds of imports, so a module starts its runs once, two at a time, and its tests look at what they
-left (see conftest.py). `mine/` is what a user would write: stages, functions and options of their own.
+A start costs seconds of imports, so each run is started once, two at a time, and the tests look at what it left (see
+conftest.py). `mine/` is what a user would write: stages, functions and options of their own.
 """

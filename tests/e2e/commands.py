@@ -73,6 +73,7 @@ class Run:
         self._shm = set(os.listdir("/dev/shm"))
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "HYDRA"))}
         env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), "COLUMNS": "200", "MINE": str(MINE)}
+        env["PYTHONFAULTHANDLER"] = "1"
         env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes this empty folder when it is imported
         self._started = time.monotonic()
         with (folder / "out.txt").open("wb") as out, (folder / "err.txt").open("wb") as err:
@@ -140,13 +141,19 @@ class Run:
         self._look()
         return [_command(pid) for pid, _ in self._alive()]
 
+    def names(self) -> list[str]:
+        """What bears a name now and would be left if all its processes were killed: temporary files, shared memory."""
+        self._look()
+        files = [str(p.relative_to(self._temporary)) for p in self._temporary.rglob("*")]
+        return sorted(files) + sorted(_mapped_shm([pid for pid, _ in self._alive()]) & set(os.listdir("/dev/shm")))
+
     def _look(self) -> None:
         """Note the descendants that live now; also of those whose parent is gone."""
         stats = _stats()
         family = {self._process.pid, *(pid for pid, start in self._seen if stats.get(pid, (0, -1))[1] == start)}
         while more := {pid for pid, (parent, _) in stats.items() if parent in family} - family:
             family |= more
-        self._seen |= {(pid, stats[pid][1]) for pid in family & set(stats)} - {(self._process.pid, 0)}
+        self._seen |= {(pid, stats[pid][1]) for pid in family & set(stats)}
 
     def _alive(self) -> list[Process]:
         stats = _stats()
@@ -155,16 +162,20 @@ class Run:
     def _new_shm(self) -> list[str]:
         """Names that were not there before and that no living process holds: other programs use /dev/shm too."""
         new = set(os.listdir("/dev/shm")) - self._shm
-        return sorted(n for n in new if n not in _mapped_shm()) if new else []
+        return sorted(new - _mapped_shm(_stats())) if new else []
 
     def _kill(self) -> None:
-        for pid, _ in [*self._alive(), (self._process.pid, 0)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """First by a signal on which Python prints where each thread is: on standard error, or in run.log."""
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            for pid, _ in [*self._alive(), (self._process.pid, 0)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(1)
         self._process.wait()
 
     def _printed(self) -> str:
-        return "\n".join((self.folder / n).read_text()[-3000:] for n in ("out.txt", "err.txt"))
+        files = [self.folder / "out.txt", self.folder / "err.txt", *self.folder.rglob("run.log")]
+        return "\n".join(f.read_text()[-6000:] for f in files)
 
 
 def run(folder: Path, *args: str) -> Ended:
@@ -189,14 +200,14 @@ def _command(pid: int) -> str:
     return "?"
 
 
-def _mapped_shm() -> set[str]:
+def _mapped_shm(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm that these processes have mapped."""
     found: set[str] = set()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                lines = Path(f"/proc/{name}/maps").read_text().splitlines()
-                found |= {line.partition("/dev/shm/")[2].removesuffix(" (deleted)") for line in lines}
-    return found
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            found |= {line.partition("/dev/shm/")[2].removesuffix(" (deleted)") for line in lines}
+    return found - {""}
 
 
 # -- what a run wrote --------------------------------------------------------------------------------------------
@@ -218,7 +229,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def numbers(run_dir: Path, without: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The metrics of each step that do not depend on clocks and memory; names that start with `without` are left out."""
+    """The metrics of each step without clocks and memory, and without names that start with one of `without`."""
     dropped = ("time/", "memory/", *without)
     return [
         {k: v for k, v in step.items() if not k.startswith(dropped) and not k.endswith("_per_s")}
@@ -230,5 +241,6 @@ def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[
     """Where two lists of metrics are not the same to the last bit."""
     found = [f"{len(one)} and {len(other)} lines"] if len(one) != len(other) else []
     for a, b in zip(one, other, strict=False):
-        found += [f"step {a['step']} {k}: {a.get(k)} {b.get(k)}" for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
+        names = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+        found += [f"step {a['step']} {k}: {a.get(k)} {b.get(k)}" for k in names]
     return found

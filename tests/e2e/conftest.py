@@ -1,22 +1,35 @@
-"""Runs that the tests of a module share: each is started once, two at a time, in the order written."""
+"""Runs that tests share: each is started once, two at a time, in the order of the modules that need them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.e2e.commands import Ended
 
 
-@pytest.fixture(scope="module")
-def runs(
+@pytest.fixture(scope="session")
+def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Ended]]:
-    """`runs("name")` is what the function RUNS["name"] of the module returned, given a folder of its own."""
-    table: dict[str, Callable[..., Ended]] = request.module.RUNS
+) -> Iterator[dict[str, dict[str, Future[Ended]]]]:
+    """Module -> name in its RUNS -> what that function returns, given a folder of its own.
+
+    Of all modules with a selected test at once: one module's tests look on while the next one's runs go.
+    """
+    items = (i for i in request.session.items if isinstance(i, pytest.Function) and "runs" in i.fixturenames)
+    modules: dict[Any, None] = dict.fromkeys(item.module for item in items)
     with ThreadPoolExecutor(2) as pool:
-        started = {name: pool.submit(make, tmp_path_factory.mktemp(name)) for name, make in table.items()}
-        yield lambda name: started[name].result()
+        yield {
+            m.__name__: {name: pool.submit(make, tmp_path_factory.mktemp(name)) for name, make in m.RUNS.items()}
+            for m in modules
+        }
         pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, started: dict[str, dict[str, Future[Ended]]]) -> Callable[[str], Ended]:
+    """`runs("name")` waits for the run RUNS["name"] of the module, and is what it left."""
+    return lambda name: started[request.module.__name__][name].result()

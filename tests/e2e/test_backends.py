@@ -1,14 +1,16 @@
 """Every backend by an override, in sweeps of two-step runs: they run, and where two make the same, it is the same.
 
-`choices`: all combinations of rollout, loader and runner by literal overrides.
-`cases`: options of a user's own (mine/conf/case), each a few deltas: estimators, losses, functions as reward.
+`choices`: all combinations of seed, rollout and runner by literal overrides, in Hydra's default sweep directory.
+`cases`: options of a user's own (mine/conf/case), each a few deltas: loader and cache, estimators, losses, functions as
+    reward.
 `placed`: rollout and reward in processes of their own.
-`seeds`: the same configuration with two seeds, the first once more in another process.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from itertools import product
 from pathlib import Path
 
@@ -18,36 +20,40 @@ from tests.e2e.commands import OWN, SMALL, Ended, Run, differences, lines, numbe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-CHOICES = list(product(("torch", "hf"), ("mmap", "standard"), ("sync", "overlap")))
-CASES = ("plain", "no_cache", "function", "parts", "hangs", "grpo", "rloo", "reinforce", "passk")
+CHOICES: list[tuple[str, str, str]] = list(product(("0", "1"), ("torch", "hf"), ("sync", "overlap")))
+DEFAULT = ("0", "torch", "sync")
+WITHOUT_CRITIC = ("grpo", "rloo", "reinforce", "passk")
+CASES = ("anew", "function", "parts", "hangs", *WITHOUT_CRITIC)
 
 
 def choices(folder: Path) -> Ended:
-    groups = ("rollout=torch,hf", "loader=mmap,standard", "runner=sync,overlap")
-    return run(folder, "-m", f"hydra.sweep.dir={folder}/sweep", *groups, *SMALL)
+    return run(folder, "-m", "seed=0,1", "rollout=torch,hf", "runner=sync,overlap", *SMALL)
 
 
 def cases(folder: Path) -> Ended:
     return run(folder, "-m", *OWN, f"hydra.sweep.dir={folder}/sweep", f"+case={','.join(CASES)}", *SMALL)
 
 
-def seeds(folder: Path) -> Ended:
-    """Into the default directory: outputs/<date>/<time>-<name>-sweep/<number>."""
-    return run(folder, "-m", "seed=0,1", *SMALL)
-
-
 def placed(folder: Path) -> Ended:
-    started = Run(folder, f"hydra.run.dir={folder}/run", *SMALL, "placement.reward=process", "placement.rollout=process")
+    started = Run(
+        folder, f"hydra.run.dir={folder}/run", *SMALL, "placement.reward=process", "placement.rollout=process"
+    )
     started.until(lambda: steps_done(folder / "run") >= 0, "the first evaluation")
     (folder / "children").write_text("\n".join(started.commands()))
     return started.end()
 
 
-RUNS = {"choices": choices, "cases": cases, "placed": placed, "seeds": seeds}
+RUNS = {"choices": choices, "cases": cases, "placed": placed}
 
 
-def choice(runs, *backends: str) -> Path:
-    return runs("choices").folder / "sweep" / str(CHOICES.index(backends))
+def sweep(runs) -> Path:
+    """outputs/<date>/<time>-<name>-sweep, the only one."""
+    (folder,) = (runs("choices").folder / "outputs").glob("*/*")
+    return folder
+
+
+def choice(runs, seed: str, rollout: str, runner: str) -> Path:
+    return sweep(runs) / str(CHOICES.index((seed, rollout, runner)))
 
 
 def case(runs, name: str) -> Path:
@@ -67,41 +73,45 @@ def test_it_ends_well_and_leaves_nothing(runs, name: str):
 
 
 def test_a_sweep_makes_a_run_directory_for_each_point(runs):
-    (day,) = (runs("seeds").folder / "outputs").iterdir()
-    (sweep,) = day.iterdir()
-
-    assert sweep.name.endswith("-ppo-sweep")
-    points = sorted(p for p in sweep.iterdir() if p.is_dir())
-    assert [p.name for p in points] == ["0", "1"]
-    for seed, point in enumerate(points):
+    assert re.fullmatch(r"\d\d-\d\d-\d\d-ppo-sweep", sweep(runs).name)
+    assert {p.name for p in sweep(runs).iterdir() if p.is_dir()} == {str(i) for i in range(len(CHOICES))}
+    for seed, rollout, runner in CHOICES:
+        point = choice(runs, seed, rollout, runner)
+        plan = json.loads((point / "plan.json").read_text())
         assert f"\nseed: {seed}\n" in "\n" + (point / "config.yaml").read_text()
+        assert (plan["nodes"]["rollout"]["backend"], plan["runner"]) == (rollout, runner)
         assert (point / "final" / "model.safetensors").is_file()
 
 
-def test_the_seed_decides_every_number(runs):
-    (sweep,) = (runs("seeds").folder / "outputs").glob("*/*-sweep")
-    same, other = sweep / "0", sweep / "1"
-    default = choice(runs, "torch", "mmap", "sync")
+@pytest.mark.parametrize("point", CHOICES, ids="-".join)
+def test_every_number_is_finite(runs, point: tuple[str, str, str]):
+    steps = numbers(choice(runs, *point))
 
-    assert differences(numbers(same), numbers(default)) == []
-    assert rollouts(same) == rollouts(default)
-    assert (same / "final" / "model.safetensors").read_bytes() == (default / "final" / "model.safetensors").read_bytes()
-    assert numbers(other)[1:] != numbers(default)[1:]
-    assert [r["prompt"] for r in rollouts(other)] != [r["prompt"] for r in rollouts(default)]
+    assert [s["step"] for s in steps] == [0, 1, 2]
+    assert not [(s["step"], k) for s in steps for k, v in s.items() if v is None or not math.isfinite(v)]
 
 
-@pytest.mark.parametrize("backends", CHOICES, ids="-".join)
-def test_loader_and_runner_change_no_number(runs, backends: tuple[str, str, str]):
-    """For each rollout engine apart: what is made with it is the same to the last bit."""
-    default, chosen = choice(runs, backends[0], "mmap", "sync"), choice(runs, *backends)
+@pytest.mark.parametrize(("seed", "rollout"), list(product(("0", "1"), ("torch", "hf"))))
+def test_the_runner_changes_no_number(runs, seed: str, rollout: str):
+    in_order, streamed = (choice(runs, seed, rollout, runner) for runner in ("sync", "overlap"))
 
-    assert differences(numbers(default), numbers(chosen)) == []
-    assert rollouts(default) == rollouts(chosen)
+    assert differences(numbers(in_order), numbers(streamed)) == []
+    assert rollouts(in_order) == rollouts(streamed)
+
+
+def test_another_seed_gives_other_numbers(runs):
+    """That the same seed gives the same in another process is what the tests of cases and processes rest on."""
+    one, other = (choice(runs, seed, "torch", "sync") for seed in ("0", "1"))
+
+    assert numbers(one)[0]["eval/accuracy"] == numbers(other)[0]["eval/accuracy"]  # the base, greedy
+    for a, b in zip(numbers(one)[1:], numbers(other)[1:], strict=True):
+        assert a["critic/loss"] != b["critic/loss"]
+    assert [r["prompt"] for r in rollouts(one)] != [r["prompt"] for r in rollouts(other)]
 
 
 def test_processes_change_no_number(runs):
     """Two stages and the process that scores rows were children; records and weights crossed by shared memory."""
-    here, apart = choice(runs, "torch", "mmap", "sync"), runs("placed").folder / "run"
+    here, apart = choice(runs, *DEFAULT), runs("placed").folder / "run"
 
     assert (runs("placed").folder / "children").read_text().count("pipeline.process") >= 3
     assert differences(numbers(here), numbers(apart)) == []
@@ -111,7 +121,7 @@ def test_processes_change_no_number(runs):
 
 def test_both_engines_sample_the_same_rows(runs):
     """Rows are seeded one by one, so two engines that compute the same logits draw the same tokens."""
-    ours, theirs = (rollouts(choice(runs, engine, "mmap", "sync")) for engine in ("torch", "hf"))
+    ours, theirs = (rollouts(choice(runs, "0", engine, "sync")) for engine in ("torch", "hf"))
     same = ("step", "purpose", "row_id", "prompt", "response", "reward", "finish", "status")
 
     assert [[r[k] for k in same] for r in ours] == [[r[k] for k in same] for r in theirs]
@@ -121,20 +131,21 @@ def test_both_engines_sample_the_same_rows(runs):
             assert b["engine_log_prob"] == pytest.approx(b["policy_log_prob"], abs=1e-3)
 
 
-def test_a_token_cache_changes_no_number_but_its_own(runs):
-    plain = numbers(choice(runs, "torch", "mmap", "sync"), without=("tokenizer_cache/",))
+def test_reading_and_tokenising_anew_changes_no_number(runs):
+    """loader=standard and tokenizer_cache=none, in another process than the default's."""
+    default, anew = (numbers(p, without=("tokenizer_cache/",)) for p in (choice(runs, *DEFAULT), case(runs, "anew")))
 
-    assert differences(plain, numbers(case(runs, "plain"), without=("tokenizer_cache/",))) == []
-    assert differences(plain, numbers(case(runs, "no_cache"), without=("tokenizer_cache/",))) == []
-    assert all("tokenizer_cache/hit_ratio" not in step for step in numbers(case(runs, "no_cache")))
+    assert differences(default, anew) == []
+    assert rollouts(choice(runs, *DEFAULT)) == rollouts(case(runs, "anew"))
+    assert {step["tokenizer_cache/hit_ratio"] for step in numbers(case(runs, "anew"))[1:]} == {0}
 
 
 def test_a_function_of_verls_form_scores_like_the_rule(runs):
     """`compute_score` is what the rule `exact` computes: equal but for the names of the parts."""
-    by_rule, by_function = (case(runs, n) for n in ("plain", "function"))
-    names = ("reward/exact/mean",)
+    by_rule, by_function = choice(runs, *DEFAULT), case(runs, "function")
+    part = ("reward/exact/mean",)
 
-    assert differences(numbers(by_rule, without=names), numbers(by_function, without=names)) == []
+    assert differences(numbers(by_rule, without=part), numbers(by_function)) == []
 
 
 def test_a_function_may_return_parts_and_take_settings(runs):
@@ -164,24 +175,19 @@ def test_a_row_that_hangs_is_unscored_and_the_run_goes_on(runs):
     assert "1 rows were not scored" in runs("cases").out
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce", "passk"])
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_estimators_and_losses_without_a_critic(runs, name: str):
     """Each makes an update of its own, with finite numbers, from the same first rollouts."""
     steps = numbers(case(runs, name))
-    first = [[r["response"] for r in rollouts(case(runs, n)) if r["step"] == 1 and r["purpose"] == "train"] for n in (name, "grpo")]
 
     assert [s["step"] for s in steps] == [0, 1, 2]
     assert not [(s["step"], k) for s in steps for k, v in s.items() if v is None or not math.isfinite(v)]
     assert not [k for s in steps for k in s if k.startswith("critic/")]
-    assert all(s["policy/grad_norm"] > 0 for s in steps[1:])
-    assert first[0] == first[1]
-    losses = [tuple(s["policy/grad_norm"] for s in numbers(case(runs, n))[1:]) for n in ("grpo", "rloo", "reinforce", "passk")]
-    assert len(set(losses)) == len(losses)
+    assert steps[1]["policy/grad_norm"] > 0  # later, groups may have come to agree
+    assert first_responses(case(runs, name)) == first_responses(choice(runs, *DEFAULT))
+    others = [numbers(case(runs, n))[1]["policy/grad_norm"] for n in WITHOUT_CRITIC if n != name]
+    assert steps[1]["policy/grad_norm"] not in others
 
 
-@pytest.mark.parametrize("backends", CHOICES, ids="-".join)
-def test_every_number_is_finite(runs, backends: tuple[str, str, str]):
-    steps = numbers(choice(runs, *backends))
-
-    assert [s["step"] for s in steps] == [0, 1, 2]
-    assert not [(s["step"], k) for s in steps for k, v in s.items() if v is None or not math.isfinite(v)]
+def first_responses(run_dir: Path) -> list[str]:
+    return [r["response"] for r in rollouts(run_dir) if (r["step"], r["purpose"]) == (1, "train")]

@@ -24,25 +24,63 @@ RUNS = {"default": lambda folder: run(folder)}
 STEPS, ROWS, HELD_OUT, EVERY = 20, 512, 512, 10
 
 TRAINING = frozenset(
-    """
-    step policy_version
-    time/step_s time/wait_s time/loader_s time/tokenizer_cache_s time/rollout_s time/reward_s time/critic_s
-    time/advantage_s time/trainer_s
-    loader/rows_per_s tokenizer_cache/hit_ratio
-    rollout/tokens_per_s rollout/length_mean rollout/length_p50 rollout/length_p95 rollout/length_max
-    rollout/truncated_ratio rollout/staleness_max
-    reward/mean reward/exact/mean reward/unscored advantage/zero_variance_groups
-    policy/loss policy/kl policy/entropy policy/clip_fraction policy/grad_norm
-    critic/loss critic/explained_variance trainer/tokens_per_s trainer/padding_ratio memory/peak_gb
-    """.split()
+    {
+        "step",
+        "policy_version",
+        "time/step_s",
+        "time/wait_s",
+        "time/loader_s",
+        "time/tokenizer_cache_s",
+        "time/rollout_s",
+        "time/reward_s",
+        "time/critic_s",
+        "time/advantage_s",
+        "time/trainer_s",
+        "loader/rows_per_s",
+        "tokenizer_cache/hit_ratio",
+        "rollout/tokens_per_s",
+        "rollout/length_mean",
+        "rollout/length_p50",
+        "rollout/length_p95",
+        "rollout/length_max",
+        "rollout/truncated_ratio",
+        "rollout/staleness_max",
+        "reward/mean",
+        "reward/exact/mean",
+        "reward/unscored",
+        "advantage/zero_variance_groups",
+        "policy/loss",
+        "policy/kl",
+        "policy/entropy",
+        "policy/clip_fraction",
+        "policy/grad_norm",
+        "critic/loss",
+        "critic/explained_variance",
+        "trainer/tokens_per_s",
+        "trainer/padding_ratio",
+        "memory/peak_gb",
+    }
 )
 """docs/design.md, section 6, for every training step on a CPU: all of it but gpu/utilization and eval/accuracy."""
 
 ROW = frozenset(
-    """
-    step purpose row_id group_id prompt ground_truth response tokens finish reward reward_parts status reason
-    version_min version_max
-    """.split()
+    {
+        "step",
+        "purpose",
+        "row_id",
+        "group_id",
+        "prompt",
+        "ground_truth",
+        "response",
+        "tokens",
+        "finish",
+        "reward",
+        "reward_parts",
+        "status",
+        "reason",
+        "version_min",
+        "version_max",
+    }
 )
 
 
@@ -156,7 +194,7 @@ def test_plan_config_and_environment_say_what_was_run(run_dir: Path):
     from omegaconf import OmegaConf
 
     plan = json.loads((run_dir / "plan.json").read_text())
-    config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+    config = OmegaConf.load(run_dir / "config.yaml")
     machine = json.loads((run_dir / "environment.json").read_text())
     backends = {n: s["backend"] for n, s in plan["nodes"].items()}
 
@@ -171,7 +209,7 @@ def test_plan_config_and_environment_say_what_was_run(run_dir: Path):
         "trainer": "torch",
     }
     assert plan["nodes"]["rollout"]["components"] == {"model": "hf", "sampler": "torch"}
-    assert (config["advantage"]["estimator"], config["seed"], config["run"]["steps"]) == ("gae", 0, STEPS)
+    assert (config.advantage.estimator, config.seed, config.run.steps) == ("gae", 0, STEPS)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     if head.returncode == 0:
         assert machine["git"]["commit"] == head.stdout.strip()

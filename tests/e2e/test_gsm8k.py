@@ -43,7 +43,10 @@ def write_model(folder: Path) -> Path:
 
 def write_data(file: Path) -> Path:
     rows = [
-        {"question": f"Ann has {i} apples and buys {i + 1}. How many?", "answer": f"{i}+{i + 1}={2 * i + 1}\n#### {2 * i + 1}"}
+        {
+            "question": f"Ann has {i} apples and buys {i + 1}. How many?",
+            "answer": f"{i}+{i + 1}={2 * i + 1}\n#### {2 * i + 1}",
+        }
         for i in range(20)
     ]
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -81,7 +84,9 @@ def test_the_recipe_runs_a_step(runs):
 
 def test_questions_become_chats_and_answers_numbers(runs):
     rows = lines(runs("recipe").folder / "run" / "rollouts.jsonl")
-    written = {r["question"]: r["answer"].rpartition("####")[2].strip() for r in lines(runs("recipe").folder / "train.jsonl")}
+    written = {
+        r["question"]: r["answer"].rpartition("####")[2].strip() for r in lines(runs("recipe").folder / "train.jsonl")
+    }
 
     assert len(rows) == 4 + 2 * 2 + 4
     for r in rows:

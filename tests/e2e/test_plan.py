@@ -98,7 +98,12 @@ def test_a_plan_prints_and_stops(runs):
     ended = runs("planned")
 
     assert (ended.code, ended.err, ended.left) == (0, "", {})
-    for text in ("loader -> tokenizer_cache -> rollout -> reward -> trainer", "hf", "prompts_per_step 4", "batch_size=4"):
+    for text in (
+        "loader -> tokenizer_cache -> rollout -> reward -> trainer",
+        "hf",
+        "prompts_per_step 4",
+        "batch_size=4",
+    ):
         assert text in ended.out
     assert {p.name for p in ended.folder.iterdir()} == {"out.txt", "err.txt", "tmp"}
 
@@ -107,7 +112,9 @@ def test_a_plan_imports_nothing_heavy(tmp_path: Path):
     """Python itself tells what it imports, on standard error."""
     command = [sys.executable, "-X", "importtime", str(ROOT / "run.py"), "mode=plan"]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True).stderr
-    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in told.splitlines() if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip().split(".")[0] for line in told.splitlines() if line.startswith("import time:")
+    }
 
     assert {"hydra", "numpy", "stages", "pipeline"} <= imported
     assert imported.isdisjoint({"torch", "transformers", "verl", "vllm", "ray", "tensordict", "flashinfer"})

@@ -16,11 +16,13 @@ import pytest
 
 from tests.e2e.commands import OWN, SMALL, Ended, Run, differences, lines, numbers, run, steps_done
 
+INSTALLED = importlib.util.find_spec("vllm") is not None
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
+    pytest.mark.skipif(not INSTALLED, reason="vllm is not installed"),
 ]
 
 # At this temperature a response ends anywhere between 1 and 96 tokens; with 4 at a time, many wait for a place.
@@ -30,7 +32,9 @@ POINTS = ("overlap", "apart")
 
 def streams(folder: Path) -> Ended:
     points = f"+case={','.join(POINTS)}"
-    return run(folder, "-m", *OWN, f"hydra.sweep.dir={folder}/sweep", "rollout=timed", "reward=timed", points, *SMALL, *UNEVEN)
+    return run(
+        folder, "-m", *OWN, f"hydra.sweep.dir={folder}/sweep", "rollout=timed", "reward=timed", points, *SMALL, *UNEVEN
+    )
 
 
 def killed(folder: Path) -> Ended:
@@ -38,10 +42,11 @@ def killed(folder: Path) -> Ended:
     started = Run(folder, f"hydra.run.dir={folder}/run", *SMALL, *UNEVEN, *endless)
     started.until(lambda: steps_done(folder / "run") >= 1, "the end of step 1")
     (folder / "children").write_text("\n".join(started.commands()))
+    (folder / "names").write_text("\n".join(started.names()))
     return started.send(signal.SIGKILL).end(grace_s=15)
 
 
-RUNS = {"streams": streams, "killed": killed}
+RUNS = {"streams": streams, "killed": killed} if INSTALLED else {}
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,22 @@ def test_the_reward_works_while_generation_goes_on(runs, step: int):
 
 
 def test_streaming_changes_no_number(runs):
-    """Tokens, rewards and everything learned: rows carry seeds of their own, and the engine computes in float32."""
-    one, other = (point(runs, name) for name in POINTS)
+    """Tokens, rewards and everything learned: rows carry seeds of their own, and the engine computes in float32.
 
-    assert lines(one / "rollouts.jsonl") == lines(other / "rollouts.jsonl")
-    assert differences(numbers(one), numbers(other)) == []
+    What vLLM itself adds up in another order when other rows share its batch may differ in the last bits: its own
+    log-probs, which nothing learns from here. How often its sampler is called depends on the batches too.
+    """
+    one, other = (point(runs, name) for name in POINTS)
+    rows, others = (lines(run_dir / "rollouts.jsonl") for run_dir in (one, other))
+
+    for a, b in zip(rows, others, strict=True):
+        log_probs = [r.pop("engine_log_prob", None) for r in (a, b)]
+        assert log_probs[0] == pytest.approx(log_probs[1], abs=1e-3)
+    assert rows == others
+    assert (
+        differences(*(numbers(p, without=("policy/engine_drift", "rollout/sampler_calls")) for p in (one, other))) == []
+    )
+    assert all(s["policy/engine_drift"] < 1e-5 for p in (one, other) for s in numbers(p)[1:])
 
 
 def test_rows_are_of_uneven_length(runs):
@@ -108,5 +124,6 @@ def test_the_engine_is_gone_after_kill_9(runs):
 
     assert ended.code == -signal.SIGKILL
     assert "EngineCore" in (ended.folder / "children").read_text()
+    assert (ended.folder / "names").read_text() == ""  # whatever is killed with it, nothing can be left
     assert ended.left == {}
     assert ended.gone_s < 15

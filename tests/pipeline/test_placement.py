@@ -23,7 +23,7 @@ from pipeline.program import Program
 from tests.pipeline.conftest import toy
 from tests.pipeline.test_process import ROOT
 from tests.pipeline.test_runners import assert_same, steps
-from tests.processes import wait_gone
+from tests.processes import shm_left, shm_names, wait_gone
 
 
 def test_a_context_crosses_with_an_empty_meter(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ SCRIPT = """
 )
 def test_nothing_is_left_of_a_run(tmp_path: Path, runner: str, setting: str, sent: int | None, code: int) -> None:
     """A whole run of four processes: ended well, by an error, and by signals while a stage is at work."""
-    before = set(os.listdir("/dev/shm"))
+    before = shm_names()
     script = textwrap.dedent(SCRIPT).format(runner=runner, setting=setting)
     run = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -183,4 +183,4 @@ def test_nothing_is_left_of_a_run(tmp_path: Path, runner: str, setting: str, sen
     assert run.returncode == code, errors.decode()
     assert time.monotonic() - started < 25, "closing waited for a call under way"
     assert not wait_gone(pids, 5)
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert not shm_left(before)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pipeline.process import Child, ChildDied, RemoteError
-from tests.processes import wait_gone
+from tests.processes import shm_left, shm_names, wait_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -343,7 +343,7 @@ ENDS = {
 def test_nothing_is_left(end: str) -> None:
     """No process and no shared memory, however the parent ends."""
     action, sent, code = ENDS[end]
-    before = set(os.listdir("/dev/shm"))
+    before = shm_names()
     script = textwrap.dedent(SCRIPT) + action + "\n"
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert parent.stdout is not None
@@ -356,7 +356,7 @@ def test_nothing_is_left(end: str) -> None:
     parent.communicate(timeout=30)
     assert parent.returncode == code
     assert not wait_gone(pids, 5)
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert not shm_left(before)
 
 
 def test_a_parent_killed_while_children_start_leaves_nothing() -> None:

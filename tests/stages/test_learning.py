@@ -60,7 +60,6 @@ def test_a_mini_batch_must_divide_the_step():
     assert not list(learning.check_mini_batch(known, 1000)), "more than a step has: all rows"
 
 
-
 def test_one_update_is_adamw_with_clipping(make_context):
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     cfg = LearningConfig(lr=0.1, weight_decay=0.01, beta1=0.8, beta2=0.9, clip_grad=1.0)
