@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 from make_prompts import SKILLS, all_digits, answers, render, split
+from make_tokenizer import SPECIALS
 from make_tokenizer import build as build_tokenizer
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -45,9 +45,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         max_position_embeddings=128,
         tie_word_embeddings=True,
         initializer_range=0.05,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=SPECIALS.index("<pad>"),
+        bos_token_id=SPECIALS.index("<bos>"),
+        eos_token_id=SPECIALS.index("<eos>"),
         dtype="float32",
     )
     return LlamaForCausalLM(config)
@@ -55,7 +55,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 def encode(tokenizer: PreTrainedTokenizerFast, digits: list[str]) -> Tensor:
     """Return int64 [prompts, skills, tokens]: prompt, answer and end token of each skill (equally long)."""
-    eos = tokenizer.eos_token
+    eos = str(tokenizer.eos_token)
     texts = [render(row) + answer + eos for row in digits for answer in answers(row).values()]
     ids = torch.tensor(tokenizer(texts)["input_ids"])
     return ids.view(len(digits), len(SKILLS), -1)
@@ -111,9 +111,9 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=SPECIALS.index("<pad>"),
+        bos_token_id=SPECIALS.index("<bos>"),
+        eos_token_id=SPECIALS.index("<eos>"),
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -194,7 +194,7 @@ def main() -> None:
     train(model, encode(tokenizer, seen), prompt_tokens, args)
     save(model, tokenizer, args.out)
 
-    saved = AutoModelForCausalLM.from_pretrained(args.out).eval()
+    saved = LlamaForCausalLM.from_pretrained(args.out).eval()
     report("held out", measure(saved, encode(tokenizer, heldout), prompt_tokens))
     report("trained on", measure(saved, encode(tokenizer, seen[:2000]), prompt_tokens))
 

@@ -33,6 +33,8 @@ from pipeline.placement import Placement
 from pipeline.registry import Entry, discover, entries, entry_of
 from pipeline.stage import setting
 
+Composed = DictConfig
+"""What Hydra hands over; only this module looks into it."""
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
@@ -201,6 +203,8 @@ def _override_problem(text: str, error: Exception, cfg: DictConfig) -> Problem:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, YAMLError):  # its other lines say where
+        return " ".join(str(error).split())
     return str(error).strip().split("\n")[0]
 
 

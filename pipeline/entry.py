@@ -16,10 +16,9 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 
 from pipeline import config, plan
-from pipeline.config import CommandLine, Mode, parse
+from pipeline.config import CommandLine, Composed, Mode, parse
 from pipeline.errors import PlanError, Problem, StageError
 from pipeline.plan import Plan
 from pipeline.program import Program
@@ -92,7 +91,7 @@ def hydra_run(line: CommandLine) -> int:
     """Hydra makes the run directory (or those of a sweep) and calls `execute` for each job."""
     status = 0
 
-    def job(cfg: DictConfig) -> int:
+    def job(cfg: Composed) -> int:
         nonlocal status
         status = max(status, execute(cfg))
         return status
@@ -106,7 +105,7 @@ def hydra_run(line: CommandLine) -> int:
     return status
 
 
-def execute(cfg: DictConfig) -> int:
+def execute(cfg: Composed) -> int:
     """One job, in the run directory that Hydra made."""
     runtime = HydraConfig.get()
     run_dir = Path(runtime.runtime.output_dir)

@@ -61,13 +61,13 @@ class Sampling:
 class TaskRows(Rows):
     """Columns that say what a row is about; they travel from the loader to the reward.
 
+    `group_size` of Rows is always given.
     `prompt`: JSON, a string or a list of chat messages `{"role", "content"}`, as the file has it.
     `ground_truth`: JSON of whatever the file has as answer. `data_source`: text. `extra`: JSON object.
-    `group_size`: how many rows each group has in this batch. `sampling`: see Sampling.
+    `sampling`: see Sampling.
     """
 
     purpose: Purpose
-    group_size: int
     sampling: Sampling
     prompt: Ragged
     ground_truth: Ragged
