@@ -78,7 +78,7 @@ class ConsoleTracker(Tracker):
         rollouts = of_type(records, RolloutBatch)
         if rollouts is not None:
             shown = range(min(self.cfg.samples, len(rollouts)))
-            self._samples.append([(str(rollouts.prompt.json(i)), rollouts.response.text(i)) for i in shown])
+            self._samples.append([(_last(rollouts.prompt.json(i)), rollouts.response.text(i)) for i in shown])
 
     def stepped(self, step: int, records: Mapping[str, Record], metrics: Mapping[str, Any]) -> None:
         self._write(step, records)
@@ -145,3 +145,8 @@ class ConsoleTracker(Tracker):
             table.add_row(name, f"{seconds:.2f}", f"{seconds / whole:.0%}" if whole else "")
         table.add_row("all steps", f"{whole:.2f}", "")
         return table
+
+
+def _last(prompt: Any) -> str:
+    """A prompt as text: of a chat, what was said last."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
