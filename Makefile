@@ -40,7 +40,7 @@ $(VENV)/.installed-run: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-run
 	@echo "installing the test tools and vllm ($(ENGINE) build) into $(VENV): a few minutes, once"
-	$(PIP) install -e '.[test,$(ENGINE)]'
+	$(PIP) install -e '.[test,$(ENGINE)]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 

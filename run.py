@@ -15,7 +15,9 @@ from pipeline import entry
 
 def main(argv: Sequence[str]) -> int:
     """Exit status: 0 well, 1 a stage failed, 2 the configuration cannot run, 130 or 143 stopped by a signal."""
-    line = entry.parse(argv)
+    line = entry.parse_or_explain(argv)
+    if line is None:
+        return 2
     if not line.inspects:
         plans = entry.plan_or_explain(line)
         if plans is None:

@@ -43,13 +43,19 @@ class Mode(Enum):
     plan = "plan"
 
 
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 @dataclass(slots=True, kw_only=True)
 class RunSettings:
     """The `run` section."""
 
     steps: int = setting(30, min=0, doc="training steps")
     threads: int = setting(1, min=0, doc="compute threads of each process, best 1 for tiny models; 0: every core")
-    device: str = setting("auto", doc="cpu, cuda, or auto: cuda where there is one")
+    device: Device = setting(Device.auto, doc="cpu, cuda, or auto: cuda where there is one")
 
     @property
     def cores(self) -> int:
@@ -89,6 +95,7 @@ class Configured:
     parts: dict[str, Any]
     entries: dict[str, Entry]
     run_dir: Path
+    sweep_dir: Path
     overrides: tuple[str, ...]
 
     def plain(self) -> dict[str, Any]:
@@ -107,8 +114,22 @@ class CommandLine:
     """Hydra is asked to print something (`--help`, `--cfg`, `--info`, ...), not to run."""
 
 
+# Flags with which Hydra would run something else than what was planned.
+_REFUSED = {
+    "config_name": "the recipes of your own are chosen by experiment=..., from a folder given by --config-dir",
+    "config_path": "add a folder of your own with --config-dir; its options come beside the built-in ones",
+    "package": "it only goes with --cfg; nodes and settings are chosen by overrides, recipes by experiment=...",
+    "experimental_rerun": "give the overrides of that run again; its plan.json has them",
+}
+
+
 def parse(argv: Sequence[str]) -> CommandLine:
+    """PlanError for a flag of Hydra that the plan cannot follow."""
     args = get_args_parser().parse_args(list(argv))
+    given = [name for name in _REFUSED if getattr(args, name) is not None and not (name == "package" and args.cfg)]
+    if given:
+        what = "this flag cannot be used here"
+        raise PlanError(Problem(where=f"--{n.replace('_', '-')}", what=what, hint=_REFUSED[n]) for n in given)
     inspects = any((args.help, args.hydra_help, args.cfg, args.info, args.shell_completion))
     config_dir = Path(args.config_dir).resolve() if args.config_dir else None
     return CommandLine(tuple(args.overrides), config_dir, bool(args.multirun), inspects)
@@ -124,8 +145,10 @@ def prepare(line: CommandLine) -> None:
     root["mode"] = root["mode"].value
     # A plain dict and no dataclass, so that nodes and components may stand beside these keys.
     ConfigStore.instance().store(group="schema", name="root", node=root, provider="pipeline.config")
-    for package in ("pipeline.runner", "stages", *_plugins(line.overrides)):
+    for package in ("pipeline.runner", "stages"):
         discover(package)
+    for package in _plugins(line.overrides):
+        discover(package, where="plugins")
     for e in entries():
         ConfigStore.instance().store(group=f"schema/{e.role}", name=e.name, node=e.config, provider=e.origin)
 
@@ -194,12 +217,22 @@ def _override_problem(text: str, error: Exception, cfg: DictConfig) -> Problem:
         what = f"there is no '{value}' in the group '{options[1]}'"
         return Problem(where=key, what=what, hint=near(value, options[2].split()))
     if re.match(r"Could not (override|delete)", str(error)):
-        parent, _, leaf = key.rpartition(".")
-        node = OmegaConf.select(cfg, parent) if parent else cfg
-        kind = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
-        allowed = [f.name for f in fields(kind)] if is_dataclass(kind) else [str(k) for k in node or () if k != "hydra"]
-        return Problem(where=key, what="no such setting", hint=near(leaf, allowed))
+        return _unknown(key, cfg)
     return Problem(where=key, what=_first_line(error.__cause__ or error), hint=f"the override was: {text}")
+
+
+def _unknown(key: str, cfg: DictConfig) -> Problem:
+    """A key that is not there, told at the first of its parts that is missing."""
+    parent, _, leaf = key.rpartition(".")
+    while parent and not isinstance(OmegaConf.select(cfg, parent), DictConfig):
+        parent, _, leaf = parent.rpartition(".")
+    node = OmegaConf.select(cfg, parent) if parent else cfg
+    kind = OmegaConf.get_type(node)
+    allowed = [f.name for f in fields(kind)] if is_dataclass(kind) else [str(k) for k in node if k != "hydra"]
+    if parent or leaf in allowed:
+        return Problem(where=key, what="no such setting", hint=near(leaf, allowed))
+    what = f"there is no '{leaf}' in this pipeline"
+    return Problem(where=key, what=what, hint=near(leaf, allowed, "configured"))
 
 
 def _first_line(error: BaseException) -> str:
@@ -232,8 +265,10 @@ def read(
         found[key] = entry
         parts[key], bad = _typed(key, node, entry.config)
         problems += bad
-    run_dir = Path(str(OmegaConf.select(cfg, "hydra.run.dir", default="outputs")))
-    return Configured(root, parts, found, run_dir, tuple(overrides)), problems
+    run_dir, sweep_dir = (
+        Path(str(OmegaConf.select(cfg, f"hydra.{kind}.dir", default="outputs"))) for kind in ("run", "sweep")
+    )
+    return Configured(root, parts, found, run_dir, sweep_dir, tuple(overrides)), problems
 
 
 def _typed(where: str, node: DictConfig, schema: type) -> tuple[Any, list[Problem]]:

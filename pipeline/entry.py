@@ -6,10 +6,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -25,7 +25,7 @@ from pipeline.program import Program
 from pipeline.run_dir import claim
 from pipeline.show import render
 
-__all__ = ["hydra_run", "is_execution", "parse", "plan_or_explain", "render"]
+__all__ = ["hydra_run", "is_execution", "parse_or_explain", "plan_or_explain", "render"]
 log = logging.getLogger("headrace")
 
 # No stage downloads anything or tells anybody anything; set before the libraries are imported.
@@ -40,6 +40,15 @@ OFFLINE = {
 }
 
 
+def parse_or_explain(argv: Sequence[str]) -> CommandLine | None:
+    """The command line; None after telling on standard error which flags cannot be used."""
+    try:
+        return parse(argv)
+    except PlanError as e:
+        explain(e)
+        return None
+
+
 def plan_or_explain(line: CommandLine) -> list[Plan] | None:
     """The plan of each point of a sweep, or the only one; None after printing every problem on standard error."""
     plans: list[Plan] = []
@@ -47,8 +56,8 @@ def plan_or_explain(line: CommandLine) -> list[Plan] | None:
     for point in points(line):
         try:
             plans.append(made := plan.make(point))
-            if not line.multirun and is_execution(made):
-                problems += _taken(made.configured.run_dir)
+            if is_execution(made):
+                problems += _taken("sweep" if line.multirun else "run", made)
         except PlanError as e:
             problems += e.problems
     if problems:
@@ -69,18 +78,21 @@ def points(line: CommandLine) -> list[CommandLine]:
     return [replace(line, overrides=tuple(point)) for batch in batches for point in batch]
 
 
-def _taken(folder: Path) -> Iterator[Problem]:
+def _taken(kind: Literal["run", "sweep"], made: Plan) -> Iterator[Problem]:
+    """Whether the directory that Hydra will write into, `hydra.<kind>.dir`, holds something."""
+    folder = made.configured.sweep_dir if kind == "sweep" else made.configured.run_dir
     if folder.is_dir() and any(folder.iterdir()):
         what = f"'{folder}' exists and is not empty; a run never writes into the files of another"
-        yield Problem(where="hydra.run.dir", what=what, hint="choose a new directory, or leave it out")
+        yield Problem(where=f"hydra.{kind}.dir", what=what, hint="choose a new directory, or leave it out")
 
 
-def explain(error: PlanError) -> None:
+def explain(error: PlanError, last: str = "Nothing was started and nothing was written.") -> None:
+    """Every problem on standard error, and a `last` line that says what became of the run."""
     errors = [p for p in error.problems if p.level == "error"]
     print(f"The configuration cannot run: {len(errors)} problem{'s' if len(errors) != 1 else ''}.", file=sys.stderr)
     for p in error.problems:
         print(f"  {'warning: ' if p.level == 'warning' else ''}{p}", file=sys.stderr)
-    print("Nothing was started and nothing was written.", file=sys.stderr)
+    print(last, file=sys.stderr)
 
 
 def is_execution(made: Plan) -> bool:
@@ -114,9 +126,9 @@ def execute(cfg: Composed) -> int:
         if not is_execution(made):  # one point of a sweep over modes
             print(render(made))
             return 0
-        claim(run_dir, made)
+        claim(run_dir, made, hydras={f"{runtime.job.name}.log", str(runtime.output_subdir)})
     except PlanError as e:
-        explain(e)
+        explain(e, f"No stage was started. The run directory is {run_dir}")
         return 2
     os.environ.update(OFFLINE | {"OMP_NUM_THREADS": str(made.root.run.cores)})
     previous = signal.signal(signal.SIGTERM, _terminate)

@@ -56,11 +56,11 @@ def _rows(rows: Sequence[int], most: int = 8) -> str:
     return f", rows {shown}{more}" if rows else ""
 
 
-def near(word: str, allowed: Iterable[str]) -> str:
+def near(word: str, allowed: Iterable[str], heading: str = "allowed") -> str:
     """'did you mean ...?' for a mistyped word, and the whole list of what is allowed."""
     names = sorted(set(allowed))
     match = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return (f"did you mean '{match[0]}'? " if match else "") + f"allowed: {listed(names)}"
+    return (f"did you mean '{match[0]}'? " if match else "") + f"{heading}: {listed(names)}"
 
 
 def listed(names: Iterable[str]) -> str:

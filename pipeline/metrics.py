@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -100,11 +101,19 @@ _ONE_NUMBER: dict[How, Callable[[Any], Any]] = {
 }
 
 
+def peak_gb() -> float:
+    """The most memory this process has held so far, in units of 2^30 bytes; a device's memory is not in it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
+
+
 class JsonLines:
-    """A file of JSON objects, one a line, each line whole or absent: flushed after every write."""
+    """A new file of JSON objects, one a line, each line whole or absent: flushed after every write.
+
+    FileExistsError if there is one: lines of two runs never stand in one file.
+    """
 
     def __init__(self, path: Path):
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("x", encoding="utf-8")
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         self._file.write("".join(json.dumps(finite(r), ensure_ascii=False) + "\n" for r in rows))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline import registry
-from pipeline.config import CommandLine, Configured, Mode, RootConfig, load, plain
+from pipeline.config import CommandLine, Configured, Device, Mode, RootConfig, load, plain
 from pipeline.errors import PlanError, Problem, listed, near
 from pipeline.graph import Graph, build
 from pipeline.placement import Placement
@@ -18,19 +18,21 @@ from pipeline.registry import PartSpec
 from pipeline.stage import Part, Stage, component_types, has, ports
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What a part may know of the rest when it checks itself.
 
-    `values` are the facts of all forward parts (`{"prompts_per_step": 32}`); `fed` and `fed_learn` are the
-    ports of this part's node that something feeds.
+    `values` are the facts of all forward parts (`{"prompts_per_step": 32}`); `fed` are the ports of this part's node
+    that something feeds; `evaluates`: its node is in the evaluation chain and not in the forward phase. `nodes` are
+    all nodes of the run as they were built, by name.
     """
 
     key: str
-    values: Mapping[str, Any]
-    fed: frozenset[str]
-    fed_learn: frozenset[str]
     root: RootConfig
+    values: Mapping[str, Any] = field(default_factory=dict)
+    fed: frozenset[str] = frozenset()
+    evaluates: bool = False
+    nodes: Mapping[str, Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,17 @@ def check(configured: Configured, problems: list[Problem]) -> Plan:
         if spec := _spec(key, configured, problems):
             specs[key] = spec
     problems += _unused(configured, classes, specs)
+    problems += _device(root)
     built = {key: [(s.key, s.build()) for s in spec.walk()] for key, spec in specs.items()}
     facts = {n: v for node in graph.forward for _, part in built.get(node, ()) for n, v in part.facts().items()}
+    whole = {node: built[node][0][1] for node in specs}
     for node, spec in specs.items():
-        feeds = (frozenset(graph.forward.get(node, ())), frozenset(graph.learn.get(node, ())))
+        fed, evaluates = frozenset(graph.forward.get(node, ())), node in graph.evaluate and node not in graph.forward
         problems += _capabilities(spec)
         problems += _requirements(spec, root)
         for key, part in built[node]:
-            problems += part.check(Facts(key, facts, *feeds, root))
+            seen = Facts(key=key, root=root, values=facts, fed=fed, evaluates=evaluates, nodes=whole)
+            problems += part.check(seen)
     unique = sorted(dict.fromkeys(problems), key=lambda p: p.level)
     if any(p.level == "error" for p in unique):
         raise PlanError(unique)
@@ -163,13 +168,24 @@ def _capabilities(spec: PartSpec, holder: PartSpec | None = None) -> Iterator[Pr
         yield from _capabilities(c, spec)
 
 
+def _level(root: RootConfig) -> Literal["warning", "error"]:
+    """A plan that is only looked at may lack packages and devices."""
+    return "warning" if root.mode is Mode.plan else "error"
+
+
+def _device(root: RootConfig) -> Iterator[Problem]:
+    if root.run.device is Device.cuda and not has_cuda():
+        hint = "run it where there is one, or choose run.device=auto or cpu"
+        yield Problem(where="run.device", what="is cuda, and there is no CUDA device", hint=hint, level=_level(root))
+
+
 def _requirements(spec: PartSpec, root: RootConfig) -> Iterator[Problem]:
-    """Packages and devices; a plan that is only looked at may lack them."""
-    level = "warning" if root.mode is Mode.plan else "error"
+    """Packages and devices."""
+    level = _level(root)
     for part in spec.walk():
         for need in part.cls.requires:
             if need == "device:cuda":
-                if not has_cuda() or root.run.device == "cpu":
+                if not has_cuda() or root.run.device is Device.cpu:
                     what = f"{part} needs a CUDA device, and this run has none"
                     hint = f"run it where there is one, or choose another {part.cls.role}"
                     yield Problem(where=part.key, what=what, hint=hint, level=level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -11,9 +10,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import Device
 from pipeline.context import Context
 from pipeline.errors import StageError
-from pipeline.metrics import JsonLines, Meter, summarise
+from pipeline.metrics import JsonLines, Meter, peak_gb, summarise
 from pipeline.placement import place
 from pipeline.plan import Plan, has_cuda
 from pipeline.records import Rows, Snapshot
@@ -41,7 +41,7 @@ class Program:
 
     def __enter__(self) -> Program:
         run, seed = self.plan.root.run, self.plan.root.seed
-        device = ("cuda" if has_cuda() else "cpu") if run.device == "auto" else run.device
+        device = ("cuda" if has_cuda() else "cpu") if run.device is Device.auto else run.device.value
         with ExitStack() as closing:  # leaves what is open to __exit__ if all goes well, else closes it
             self._metrics = JsonLines(self.run_dir / "metrics.jsonl")
             closing.callback(self._metrics.close)
@@ -88,7 +88,7 @@ class Program:
             self.tracker.close()
 
     def _finish_step(self, step: int, records: Mapping[str, Rows], evaluated: Mapping[str, Rows]) -> None:
-        self.meter.add("memory/peak_gb", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "max")  # from KiB
+        self.meter.add("memory/peak_gb", peak_gb(), "max")
         measured = dict(sorted(summarise(self.meter.drain()).items()))
         metrics = {"step": step, "policy_version": self._version, **measured}
         self._metrics.write([metrics])

@@ -196,13 +196,21 @@ class Rows(Record):
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """One record of all rows. ValueError if the parts differ in type, in shared values or in a dtype."""
+        """One record of all rows. ValueError if the parts differ in type, in shared values or in a dtype.
+
+        The class of the parts decides, not the one it is called on: a record may join in a way of its own by
+        overriding `concat`, and must then end in `super(ItsName, cls).concat(parts)`.
+        """
         if not parts:
             raise ValueError(f"cannot concat zero parts of {cls.__name__}")
-        first = parts[0]
+        first, kind = parts[0], type(parts[0])
+        if others := [type(p).__name__ for p in parts if type(p) is not kind]:
+            raise ValueError(f"parts of {kind.__name__} differ in type: one is {others[0]}")
+        if kind is not cls:
+            return kind.concat(parts)
         for p in parts[1:]:
-            if type(p) is not type(first) or p.shared() != first.shared():
-                raise ValueError(f"parts of {type(first).__name__} differ: {p.shared()} and {first.shared()}")
+            if p.shared() != first.shared():
+                raise ValueError(f"parts of {kind.__name__} differ: {p.shared()} and {first.shared()}")
         return replace(first, **{n: _joined(n, [getattr(p, n) for p in parts]) for n in _columns(type(first))})
 
     def align(self, row_ids: np.ndarray) -> Self:

@@ -101,20 +101,21 @@ def entries(role: str | None = None) -> list[Entry]:
     return [e for k, e in sorted(_entries.items()) if role in (None, k[0])]
 
 
-def discover(package: str) -> None:
+def discover(package: str, where: str = "") -> None:
     """Import every module of a package, so that its backends register themselves.
 
-    PlanError with the own error of each module that fails to import, never "not found".
+    PlanError with the own error of each module that fails to import, never "not found". `where`: the config path
+    that names the package; without one, a problem is told at the module.
     """
     problems: list[Problem] = []
-    root = _load(package, problems)
+    root = _load(package, where, problems)
     for info in pkgutil.walk_packages(getattr(root, "__path__", []), f"{package}.", onerror=lambda _: None):
-        _load(info.name, problems)
+        _load(info.name, where, problems)
     if problems:
         raise PlanError(problems)
 
 
-def _load(name: str, problems: list[Problem]) -> Any:
+def _load(name: str, where: str, problems: list[Problem]) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as e:
@@ -122,5 +123,5 @@ def _load(name: str, problems: list[Problem]) -> Any:
         missing = isinstance(e, ModuleNotFoundError) and e.name == name
         hint = "no module of that name on the path" if missing else f"raised at {last.filename}:{last.lineno}"
         what = f"importing '{name}' failed: {type(e).__name__}: {e}"
-        problems.append(Problem(where="plugins", what=what, hint=hint))
+        problems.append(Problem(where=where or name, what=what, hint=hint))
         return None

@@ -7,12 +7,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import CONF, to_yaml
-from pipeline.errors import PlanError, Problem
+from pipeline.errors import PlanError, Problem, listed
 from pipeline.plan import Plan, has_cuda
 
 PACKAGES = (
@@ -29,8 +30,15 @@ PACKAGES = (
 )
 
 
-def claim(run_dir: Path, plan: Plan) -> None:
-    """Write `plan.json`, `config.yaml` and `environment.json`. PlanError if another run was here first."""
+def claim(run_dir: Path, plan: Plan, hydras: Collection[str] = ("run.log",)) -> None:
+    """Write `plan.json`, `config.yaml` and `environment.json`.
+
+    PlanError if another run was here first, or anything else lies here but `hydras`: what Hydra wrote just now.
+    """
+    if others := sorted({p.name for p in run_dir.iterdir()} - set(hydras)):
+        shown = listed(others[:5]) + (", ..." if len(others) > 5 else "")
+        what = f"'{run_dir}' is not empty ({shown}); a run never writes among the files of another"
+        raise PlanError([Problem(where="hydra.run.dir", what=what, hint="choose a new directory")])
     try:
         with (run_dir / "plan.json").open("x") as f:
             json.dump(plan.plain(), f, indent=1)

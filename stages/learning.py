@@ -47,19 +47,28 @@ def check_mini_batch(facts: Facts, mini_batch: int) -> Iterable[Problem]:
     """A mini-batch size that does not divide the rows of a step would give some rows more weight than others."""
     rows = rows_per_step(facts)
     if rows and 0 < mini_batch < rows and rows % mini_batch:
-        legal = [n for n in range(1, rows + 1) if rows % n == 0]
-        below, above = max(n for n in legal if n < mini_batch), min(n for n in legal if n > mini_batch)
-        nearest = f"{below} or {above}"
         made = f"{facts.values['prompts_per_step']} prompts x {facts.values['samples_per_prompt']} samples"
         what = f"{mini_batch} rows do not divide the {rows} rows of a step ({made})"
-        yield Problem(where=f"{facts.key}.mini_batch", what=what, hint=f"nearest that do: {nearest}; 0 takes all rows")
+        yield Problem(where=f"{facts.key}.mini_batch", what=what, hint=_nearest(rows, mini_batch))
+
+
+def _nearest(rows: int, mini_batch: int) -> str:
+    legal = [n for n in range(1, rows + 1) if rows % n == 0]
+    below, above = max(n for n in legal if n < mini_batch), min(n for n in legal if n > mini_batch)
+    return f"nearest that do: {below} or {above}; 0 takes all rows"
 
 
 def mini_batches(ctx: Context, cfg: LearningConfig, advantages: AdvantageBatch) -> Iterator[np.ndarray]:
     """Positions of the rows of each update, in a seeded order; only rows with something to learn.
 
-    Sizes come from all rows, so an update may have fewer, or none: those are counted and left out.
+    Sizes come from all rows, so an update may have fewer, or none: those are counted and left out. ValueError if
+    the rows cannot be divided so; the plan does not know their number where a loader takes its whole file a step.
     """
+    total, given = len(advantages), cfg.mini_batch
+    if 0 < given < total and total % given:
+        raise ValueError(
+            f"{ctx.node}.mini_batch: {given} rows do not divide the {total} rows of this step; {_nearest(total, given)}"
+        )
     learnable = np.zeros(len(advantages), bool)
     learnable[advantages.mask.row_of_value()[advantages.mask.values]] = True
     size = cfg.mini_batch or max(len(advantages), 1)

@@ -6,14 +6,15 @@ Token-level columns of one record share their offsets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Literal, Self
 
 import numpy as np
 
-from pipeline.records import Ragged, Record, Rows
+from pipeline.errors import Problem
+from pipeline.records import Ragged, Rows
 
 Purpose = Literal["train", "eval"]
 
@@ -26,8 +27,6 @@ class Status(IntEnum):
     """The rollout could not be made."""
     UNSCORED = 2
     """The reward gave no usable score: it hung, raised, died, or abstained."""
-    STALE = 3
-    """Made by a policy older than the run allows."""
 
 
 class Finish(IntEnum):
@@ -55,6 +54,12 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     max_new_tokens: int | None = None
+
+
+def temperature_problems(where: str, temperature: float) -> Iterator[Problem]:
+    """At plan time: logits are divided by a temperature that is not 0, and must stay numbers in float32."""
+    if temperature != 0 and not 0.01 <= temperature <= 100:
+        yield Problem(where=where, what=f"{temperature:g} is not allowed", hint="0 (greedy), or 0.01 to 100")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,14 +186,3 @@ class AdvantageBatch(Rows):
     advantages: Ragged
     returns: Ragged
     mask: Ragged
-
-
-RECORDS: tuple[type[Record], ...] = (
-    PromptBatch,
-    TokenBatch,
-    RolloutBatch,
-    RewardBatch,
-    LogProbBatch,
-    ValueBatch,
-    AdvantageBatch,
-)

@@ -130,13 +130,14 @@ def _of_source(function: ast.FunctionDef) -> Signature:
 
 
 def _config_reads(function: ast.FunctionDef) -> Iterator[str]:
-    """Fields taken from `config`: `config.x`, `config["x"]` and `config.get("x")`."""
+    """Fields taken from `config`: `config.x`, `config["x"]` and `config.get("x")`; also from `config.policy_loss`."""
+    holders = ("config", "config.policy_loss")
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.get" and node.args:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"{h}.get" for h in holders] and node.args:
             yield str(_literal(node.args[0]))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "config" and node.attr != "get":
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in holders and node.attr != "get":
             yield node.attr
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "config":
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) in holders:
             yield str(_literal(node.slice))
 
 

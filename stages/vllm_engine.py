@@ -298,4 +298,9 @@ class Engine:
         if self._loop is None:
             coroutine.close()
             raise EngineError("the engine is not open")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise EngineError(f"vLLM gave no answer within {timeout:g} s (settings start_s and silence_s)") from None

@@ -140,6 +140,7 @@ class WorkerExtension:
             # The CPU path drops the seeds of all rows of a step as soon as one row has none, and compiles C++.
             sampler.forward = sampler.forward_native
         self._headrace_counts = KernelCounts(self.device.type)
+        self._headrace_own_scale = self.model_runner.get_model().logits_processor.scale  # Granite's, Cohere's
         runner = type(self.model_runner)
         name = f"{runner.__module__}.{runner.__name__}"
         return {"pid": os.getpid(), "device": self.device.type, "model_runner": name}
@@ -153,7 +154,7 @@ class WorkerExtension:
         With scale 1/T and requests at temperature 1, vLLM's raw log-probs are those at T before filters, on every
         device and with every sampler.
         """
-        self.model_runner.get_model().logits_processor.scale = scale
+        self.model_runner.get_model().logits_processor.scale = self._headrace_own_scale * scale
 
     def headrace_load_weights(self, path: str, manifest: tuple[Any, ...], version: int) -> int:
         """Overwrite the weights of the running model from the bytes at `path`; how many tensors were read."""

@@ -74,9 +74,11 @@ def _per_token(ids: Ragged, values: Any, dtype: Any) -> Ragged:
     return out
 
 
-def plan_facts(key: str, *, fed: Sequence[str] = (), fed_learn: Sequence[str] = (), **values: Any) -> Facts:
+def plan_facts(
+    key: str, *, fed: Sequence[str] = (), evaluates: bool = False, nodes: Any = None, **values: Any
+) -> Facts:
     """What a part's `check` is given at plan time: its config key and the facts of the others."""
-    return Facts(key, values, frozenset(fed), frozenset(fed_learn), RootConfig())
+    return Facts(key=key, root=RootConfig(), values=values, fed=frozenset(fed), evaluates=evaluates, nodes=nodes or {})
 
 
 def prompt_batch(

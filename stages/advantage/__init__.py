@@ -11,7 +11,8 @@ from stages.records import AdvantageBatch, LogProbBatch, RewardBatch, RolloutBat
 
 class Advantage(Stage):
     """The score of a row lies on its last learnable token. Rows that are not OK are left out of every statistic.
-    Metrics: `advantage/mean`, `advantage/std`, `advantage/zero_variance_groups` (share of groups)."""
+    Metrics: `advantage/mean`, `advantage/std`, `advantage/zero_variance_groups` (share of groups), and
+    `advantage/lone_rows`: rows left out because no other row of their group has a score to compare with."""
 
     role: ClassVar[str] = "advantage"
 

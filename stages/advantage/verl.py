@@ -146,7 +146,8 @@ class VerlAdvantage(Advantage):
     ) -> AdvantageBatch:
         """ValueError if a row with status OK has no finite score, or the estimator gives what is not finite."""
         mask = learnable(rollouts, rewards)
-        rows = self._kept(rollouts, mask)
+        rows, lone = self._kept(rollouts, mask)
+        self.ctx.meter.add("advantage/lone_rows", lone, "sum")
         seen = np.isin(rollouts.loss_mask.row_of_value(), rows)
         mask &= seen
         advantages, returns = np.zeros(len(mask), np.float32), np.zeros(len(mask), np.float32)
@@ -163,12 +164,18 @@ class VerlAdvantage(Advantage):
             mask=ragged(mask),
         )
 
-    def _kept(self, rollouts: RolloutBatch, mask: np.ndarray) -> np.ndarray:
-        """Positions of the rows that the estimator sees."""
+    def _kept(self, rollouts: RolloutBatch, mask: np.ndarray) -> tuple[np.ndarray, int]:
+        """Positions of the rows that the estimator sees, and how many it does not, for want of a group.
+
+        Of a group that shrank to one row verl takes the mean as 0 and the deviation as 1: the raw reward would be
+        the advantage, and push up whatever row was left.
+        """
         rows = np.unique(rollouts.loss_mask.row_of_value()[mask])
         groups, sizes = np.unique(rollouts.group_id[rows], return_counts=True)
-        large = groups[sizes >= LEAST_GROUP.get(self.cfg.estimator, 1)]
-        return rows[np.isin(rollouts.group_id[rows], large)]
+        compares = self._signature.own and self._signature.takes("index") and rollouts.group_size > 1
+        least = LEAST_GROUP.get(self.cfg.estimator, 2 if compares else 1)
+        kept = rows[np.isin(rollouts.group_id[rows], groups[sizes >= least])]
+        return kept, len(rows) - len(kept)
 
     def _estimate(
         self,

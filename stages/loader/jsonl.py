@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from stages.loader.lines import refusal
 from stages.loader.order import Order
 from stages.loader.rows import DataError, Row, RowParser
 from stages.paths import resolve
-from stages.records import PromptBatch, Sampling
+from stages.records import PromptBatch, Sampling, temperature_problems
 
 
 class JsonlLoader(Loader):
@@ -49,10 +50,30 @@ class JsonlLoader(Loader):
         if self.cfg.purpose not in ("train", "eval"):
             hint = near(self.cfg.purpose, ("train", "eval"))
             yield Problem(where=f"{facts.key}.purpose", what=f"no purpose '{self.cfg.purpose}'", hint=hint)
+        if (temperature := self.cfg.sampling.temperature) is not None:
+            yield from temperature_problems(f"{facts.key}.sampling.temperature", temperature)
+        yield from self._check_use(facts)
         if not self.cfg.fields.prompt:
             yield Problem(
                 where=f"{facts.key}.fields.prompt", what="is empty", hint="name the key that holds the prompt"
             )
+
+    def _check_use(self, facts: Facts) -> Iterable[Problem]:
+        """A loader that evaluates says so, shares no row with one that trains, and only it overrides sampling."""
+        key, cfg, wanted = facts.key, self.cfg, "eval" if facts.evaluates else "train"
+        if cfg.purpose in ("train", "eval") and cfg.purpose != wanted:
+            what = f"is '{cfg.purpose}', but this loader is wired to {'evaluate' if facts.evaluates else 'train'}"
+            yield Problem(where=f"{key}.purpose", what=what, hint=f"set {key}.purpose={wanted}")
+        overridden = [name for name, value in asdict(cfg.sampling).items() if value is not None]
+        if overridden and not facts.evaluates:
+            what = f"sets {', '.join(overridden)} for training, where the plan's sizes would not show it"
+            yield Problem(where=f"{key}.sampling", what=what, hint="set them at the rollout: rollout.n, ...")
+        others = {n: p for n, p in facts.nodes.items() if facts.evaluates and n != key and isinstance(p, JsonlLoader)}
+        for other, part in others.items():
+            if part.cfg.purpose == "train" and _overlap(cfg, part.cfg):
+                what = f"shares rows with '{other}': accuracy would not be of held-out prompts"
+                hint = f"give another file, or ranges that do not meet ({other}.skip, {key}.skip, limit)"
+                yield Problem(where=f"{key}.path", what=what, hint=hint)
 
     def open(self, ctx: Context) -> None:
         super().open(ctx)
@@ -113,3 +134,9 @@ class JsonlLoader(Loader):
 def _column(rows: Iterable[bytes]) -> Ragged:
     rows = list(rows)
     return Ragged(np.frombuffer(b"".join(rows), np.uint8), offsets_of([len(r) for r in rows]))
+
+
+def _overlap(a: LoaderConfig, b: LoaderConfig) -> bool:
+    """Whether two loaders may give the same row of the same file."""
+    end_a, end_b = (c.skip + c.limit if c.limit else math.inf for c in (a, b))
+    return resolve(a.path) == resolve(b.path) and a.skip < end_b and b.skip < end_a

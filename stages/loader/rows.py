@@ -15,6 +15,9 @@ from stages.loader.lines import Lines
 SHOWN = 10
 """Bad rows that a message lists one by one."""
 
+DEEPEST = 128
+"""Objects and lists inside each other. The JSON writer and what walks over a row by recursion reach further."""
+
 
 class Row(NamedTuple):
     """The columns of one prompt, as bytes: JSON, JSON, UTF-8 text, JSON."""
@@ -105,7 +108,7 @@ class RowParser:
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Strict: UTF-8, no NaN, no lone surrogates, no key twice."""
+    """The JSON object of a line. Strict: UTF-8, no NaN, no lone surrogates, no key twice, no deep nesting."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as e:
@@ -124,13 +127,21 @@ def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
         line.decode()
     except UnicodeDecodeError as e:
         return f"is not UTF-8: byte 0x{line[e.start]:02x} at byte {e.start + 1} of the line"
+    if error.msg.startswith("depth limit exceeded"):  # the parser's own limit, far beyond ours
+        return _TOO_DEEP
     return f"is not JSON: {error.msg} at character {error.pos + 1} of the line"
 
 
-def _keys(value: Any) -> int:
+_TOO_DEEP = f"is nested too deeply: at most {DEEPEST} objects and lists may lie inside each other"
+
+
+def _keys(value: Any, depth: int = 1) -> int:
+    """Keys of all objects in an object or list."""
+    if depth > DEEPEST:
+        raise BadRow(_TOO_DEEP)
     if isinstance(value, dict):
-        return len(value) + sum(_keys(v) for v in value.values() if isinstance(v, dict | list))
-    return sum(_keys(v) for v in value if isinstance(v, dict | list))
+        return len(value) + sum(_keys(v, depth + 1) for v in value.values() if isinstance(v, dict | list))
+    return sum(_keys(v, depth + 1) for v in value if isinstance(v, dict | list))
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What a `config.json` says of the language model: a model that also sees or hears nests it."""
+    return config.get("text_config") or config
+
+
+def context_length(config: dict[str, Any]) -> int | None:
+    """Positions that a model has, from its `config.json`; None if the file does not say."""
+    text = text_config(config)
+    return text.get("max_position_embeddings", text.get("n_positions"))
+
+
 class Model(Component):
     """A causal language model folder in Hugging Face format. Each call of `load` makes new weights: a stage
     owns the weights it computes with, and they reach another stage only by publish and receive."""

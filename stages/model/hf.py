@@ -13,7 +13,7 @@ from pipeline.errors import Problem, near
 from pipeline.plan import Facts
 from pipeline.registry import backend
 from pipeline.stage import setting
-from stages.model import Model
+from stages.model import Model, context_length, text_config
 from stages.paths import resolve
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class HfModel(Model):
         return _json_object(Path(self.path) / "config.json")
 
     def facts(self) -> Mapping[str, Any]:
-        cfg, folder = self.config(), Path(self.path)
+        cfg, folder = text_config(self.config()), Path(self.path)
         known = {
-            "context_length": cfg.get("max_position_embeddings", cfg.get("n_positions")),
+            "context_length": context_length(cfg),
             "vocab_size": cfg.get("vocab_size"),
             "hidden_size": cfg.get("hidden_size", cfg.get("n_embd")),
             "layers": cfg.get("num_hidden_layers", cfg.get("n_layer")),

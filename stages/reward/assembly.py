@@ -21,14 +21,21 @@ REASON_LENGTH = 500
 SURE_PROMPTS = 4
 """So many prompts without the answer that is asked for, and none with it, are an error of the configuration."""
 
+SURE_ROWS = 64
+"""So many rows that could not be scored, from the first one on, are an error of the reward."""
+
 
 class WorkerReward(Reward):
-    """A reward whose rows are scored by a scorer in worker processes. Holds nothing from step to step."""
+    """A reward whose rows are scored by a scorer in worker processes.
+
+    From step to step it keeps only whether anything was ever right with its settings, to complain early if not.
+    """
 
     def __init__(self, cfg: RewardConfig):
         self.cfg = cfg
         self._pool: ScorerPool | None = None
         self._answers = Answers(cfg.target)
+        self._scored, self._unscored = 0, 0
 
     @abstractmethod
     def scorer(self) -> tuple[Callable[..., Scorer], tuple[Any, ...]]:
@@ -70,8 +77,17 @@ class WorkerReward(Reward):
         for (i, _), outcome in zip(to_score, self._pool.score([s for _, s in to_score]), strict=True):
             outcomes[i] = outcome
         rewards = assemble(rollouts, outcomes)
+        self._complain_if_never_scored(outcomes)
         measure(self.ctx.meter, rewards, rollouts.purpose)
         return rewards
+
+    def _complain_if_never_scored(self, outcomes: Sequence[Outcome | None]) -> None:
+        """A row without a score is data. If no row ever had one, the reward is broken, and nothing would be learned."""
+        reasons = [o.reason for o in outcomes if o and o.reason]
+        self._scored += sum(1 for o in outcomes if o and not o.reason)
+        self._unscored += len(reasons)
+        if reasons and not self._scored and self._unscored >= SURE_ROWS:
+            raise ValueError(f"none of the first {self._unscored} rows could be scored; the last reason: {reasons[-1]}")
 
 
 class Answers:

@@ -64,6 +64,10 @@ class RuleReward(WorkerReward):
         if weights["length"] and not (cfg.min_tokens or cfg.max_tokens):
             hint = "set min_tokens or max_tokens"
             yield Problem(where=f"{at}.length", what="has no limits, so every length is right", hint=hint)
+        for name in ("min_tokens", "max_tokens") if not weights["length"] else ():
+            if getattr(cfg, name):
+                what, hint = "has no effect, since weights.length is 0", f"set {at}.length"
+                yield Problem(where=f"{facts.key}.{name}", what=what, hint=hint, level="warning")
         if cfg.max_tokens and cfg.min_tokens > cfg.max_tokens:
             hint = f"at most max_tokens, which is {cfg.max_tokens}"
             yield Problem(where=f"{facts.key}.min_tokens", what=f"{cfg.min_tokens} is not allowed", hint=hint)

@@ -11,7 +11,6 @@ A rollout that streams does the last two for each part of the drafts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ import numpy as np
 from pipeline.errors import Problem
 from pipeline.metrics import Meter
 from pipeline.records import Ragged
-from stages.records import Finish, RolloutBatch, Sampling, Status, TokenBatch
+from stages.model import context_length
+from stages.records import Finish, RolloutBatch, Sampling, Status, TokenBatch, temperature_problems
 from stages.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -168,12 +168,6 @@ def measure(meter: Meter, batch: RolloutBatch, seconds: float) -> None:
     meter.add("rollout/failed", np.count_nonzero(~made), "sum")
 
 
-def context_length(model_config: dict) -> int | None:
-    """Positions that a model has, from its `config.json`; None if the file does not say."""
-    text = model_config.get("text_config", model_config)
-    return text.get("max_position_embeddings", text.get("n_positions"))
-
-
 def settings_problems(cfg: RolloutConfig, model: Model, facts: Facts) -> Iterable[Problem]:
     """What contradicts in the settings of a rollout, at plan time."""
     yield from _sampling_problems(cfg, facts.key)
@@ -188,8 +182,7 @@ def settings_problems(cfg: RolloutConfig, model: Model, facts: Facts) -> Iterabl
 
 
 def _sampling_problems(cfg: RolloutConfig, key: str) -> Iterator[Problem]:
-    if math.isinf(cfg.temperature):
-        yield Problem(where=f"{key}.temperature", what="inf is not allowed", hint="any finite value from 0 up")
+    yield from temperature_problems(f"{key}.temperature", cfg.temperature)
     greedy = "temperature" if cfg.temperature == 0 else "top_k" if cfg.top_k == 1 else ""
     if greedy and cfg.n > 1:
         yield Problem(

@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.context import Context
 from pipeline.errors import Problem
 from pipeline.records import Snapshot
-from stages.model import Model
+from stages.model import Model, context_length
 from stages.records import Finish, RolloutBatch, TokenBatch
 from stages.rollout import Rollout, RolloutConfig
 from stages.rollout.assembly import (
@@ -20,7 +20,6 @@ from stages.rollout.assembly import (
     SampleRows,
     Settings,
     assemble,
-    context_length,
     expand,
     measure,
     require_room,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from pipeline.config import Mode
 from pipeline.context import Context
 from pipeline.errors import Problem
+from pipeline.plan import has_cuda
 from pipeline.records import Snapshot
 from pipeline.registry import backend
 from pipeline.stage import setting
-from stages.model import Model
+from stages.model import Model, context_length, text_config
 from stages.records import Finish, RolloutBatch, TokenBatch
 from stages.rollout import Rollout, RolloutConfig
 from stages.rollout.assembly import (
@@ -22,7 +25,6 @@ from stages.rollout.assembly import (
     SampleRows,
     Settings,
     assemble,
-    context_length,
     expand,
     measure,
     require_room,
@@ -34,6 +36,7 @@ from stages.sampler import Sampler, VllmSampling
 from stages.vllm_engine import Engine, EngineError, Request, Response
 
 if TYPE_CHECKING:
+    from pipeline.config import RootConfig
     from pipeline.plan import Facts
 
 CPU_HEADS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
@@ -75,32 +78,44 @@ class VllmAsyncRollout(Rollout):
 
     def check(self, facts: Facts) -> Iterable[Problem]:
         yield from settings_problems(self.cfg, self.model, facts)
-        if self.cfg.temperature and not 0.01 <= self.cfg.temperature <= 100:
-            where = f"{facts.key}.temperature"
-            yield Problem(where=where, what=f"{self.cfg.temperature} is not allowed here", hint="0, or 0.01 to 100")
+        yield from self._length_problems(facts)
+        size = head_size(self.model.config())
+        if size is not None and size not in CPU_HEADS and _on_cpu(facts.root):
+            what = f"has heads of size {size}, which vLLM's CPU build cannot compute"
+            hint = f"a model with one of {', '.join(map(str, sorted(CPU_HEADS)))}, a CUDA device, or another rollout"
+            yield Problem(where="model.path", what=what, hint=hint, level=_level(facts.root))
+
+    def _length_problems(self, facts: Facts) -> Iterator[Problem]:
+        """What does not fit the engine; what does not fit the model either is said by the settings' own check."""
+        cfg, where = self.cfg, f"{facts.key}.max_model_len"
+        context, limit = context_length(self.model.config()), self._most_tokens()
+        prompt = max(1, facts.values.get("max_prompt_tokens", 0))
+        if context is not None and cfg.max_model_len > context:
+            what = f"{cfg.max_model_len} tokens are more than the model's {context} positions"
+            yield Problem(where=where, what=what, hint=f"at most {context}, or 0")
+        elif limit < prompt + cfg.max_new_tokens <= (context or math.inf):
+            what = f"{cfg.max_new_tokens} new tokens after a prompt of {prompt} do not fit the engine's {limit} tokens"
+            hint = f"at least {prompt + cfg.max_new_tokens}, or lower {facts.key}.max_new_tokens, or shorten prompts"
+            yield Problem(where=where, what=what, hint=hint)
+
+    def _most_tokens(self) -> int:
+        """Tokens of prompt and response that the engine takes."""
+        return self.cfg.max_model_len or min(context_length(self.model.config()) or 4096, 4096)
 
     # -- life ------------------------------------------------------------------------------------------------
 
     def open(self, ctx: Context) -> None:
         super().open(ctx)
-        self._require_head_size(ctx.device)
         self._vllm: VllmSampling = self.sampler.vllm()
         self._tokenizer = self.model.tokenizer()
         self._end_ids = list(self.model.end_ids())
-        self._limit = self.cfg.max_model_len or min(context_length(self.model.config()) or 4096, 4096)
+        self._limit = self._most_tokens()
         self._counted: dict[str, int] = {}
         environment = dict(self._vllm.environment)
         if ctx.device == "cpu" or self.cfg.enforce_eager:
             environment["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles two small functions even when told to be eager
         self._engine = Engine(self._arguments(ctx), environment, self.cfg.silence_s)
         self._engine.open(self.cfg.start_s)
-
-    def _require_head_size(self, device: str) -> None:
-        config = self.model.config()
-        size = config.get("head_dim") or config.get("hidden_size", 0) // max(config.get("num_attention_heads", 1), 1)
-        if device == "cpu" and size not in CPU_HEADS:
-            allowed = ", ".join(map(str, sorted(CPU_HEADS)))
-            raise ValueError(f"model.path: head size {size} does not run on vLLM's CPU build, which has {allowed}")
 
     def _arguments(self, ctx: Context) -> dict[str, Any]:
         common = {
@@ -215,6 +230,27 @@ class VllmAsyncRollout(Rollout):
             raise EngineError(f"{what}; it falls back in silence where a kernel does not support a request")
         if tokens.purpose == "train":
             self.ctx.meter.add("rollout/sampler_calls", sum(asked.values()), "sum")
+
+
+def head_size(config: dict[str, Any]) -> int | None:
+    """Size of a head of the language model, from its `config.json`; None if the file does not say."""
+    text = text_config(config)
+    hidden, heads = text.get("hidden_size", text.get("n_embd")), text.get("num_attention_heads", text.get("n_head"))
+    return text.get("head_dim") or (hidden // heads if hidden and heads else None)
+
+
+def _device(root: RootConfig) -> str:
+    """cpu, cuda, or auto."""
+    return getattr(root.run.device, "value", root.run.device)
+
+
+def _on_cpu(root: RootConfig) -> bool:
+    return _device(root) == "cpu" or (_device(root) == "auto" and not has_cuda())
+
+
+def _level(root: RootConfig) -> Literal["error", "warning"]:
+    """A plan that is only looked at may be for another machine."""
+    return "warning" if root.mode is Mode.plan and _device(root) == "auto" else "error"
 
 
 def _scale(settings: Settings) -> float:

@@ -22,8 +22,8 @@ class FlashInferSamplerConfig:
 @backend("sampler", "flashinfer")
 class FlashInferSampler(Sampler):
     """vLLM takes these kernels only in steps where some row has top-k or top-p on and no row has a seed. So
-    unfiltered sampling asks for the largest top-p below 1 that float32 tells from 1, and rows are not seeded:
-    two runs of one seed differ."""
+    unfiltered sampling asks for a top-p so close to 1 that it drops at most a millionth of the mass, and rows are not
+    seeded: two runs of one seed differ."""
 
     provides = frozenset({"vllm_sampler"})
     requires = ("flashinfer", "device:cuda")

@@ -52,7 +52,7 @@ class ConsoleTracker(Tracker):
         self._ratios: dict[str, list[float]] = defaultdict(list)
         self._evals: list[tuple[int, float]] = []
         self._samples: list[list[tuple[str, str]]] = []
-        self._unscored = 0.0
+        self._unscored = self._failed = 0.0
         self._console = Console(highlight=False, soft_wrap=True)
         if self.cfg.rollouts:
             self._rows = JsonLines(run_dir / "rollouts.jsonl")
@@ -83,6 +83,7 @@ class ConsoleTracker(Tracker):
     def stepped(self, step: int, records: Mapping[str, Record], metrics: Mapping[str, Any]) -> None:
         self._write(step, records)
         self._unscored += metrics.get("reward/unscored", 0)
+        self._failed += metrics.get("rollout/failed", 0)
         for name, value in metrics.items():
             if name.startswith("time/"):
                 self._seconds[name[5:-2]] += value
@@ -106,6 +107,8 @@ class ConsoleTracker(Tracker):
         self._console.print(self._time_table())
         for name, values in self._ratios.items():
             self._console.print(f"{name}: {sum(values) / len(values):.3f} (mean over steps)")
+        if self._failed:
+            self._console.print(f"[yellow]{self._failed:.0f} rollouts failed: see rollouts.jsonl[/yellow]")
         if self._unscored:
             self._console.print(
                 f"[yellow]{self._unscored:.0f} rows were not scored and not learned from: see rollouts.jsonl[/yellow]"
@@ -131,7 +134,7 @@ class ConsoleTracker(Tracker):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("prompt", "before", "after", title="held-out samples, greedy", title_justify="left")
+        table = Table("prompt", "before", "after", title="held-out samples", title_justify="left")
         for (prompt, before), (_, after) in zip(self._samples[0], self._samples[-1], strict=True):
             table.add_row(*(Text(t[:300]) for t in (prompt, before, after)))
         return table
@@ -139,11 +142,11 @@ class ConsoleTracker(Tracker):
     def _time_table(self) -> Table:
         from rich.table import Table
 
-        whole = self._seconds.pop("step", 0.0)
-        table = Table("node", "seconds", "share", title="time in training steps", title_justify="left")
+        whole = self._seconds.pop("step", 0.0) + self._seconds.get("eval", 0.0)
+        table = Table("node", "seconds", "share", title="time of all steps", title_justify="left")
         for name, seconds in sorted(self._seconds.items(), key=lambda kv: -kv[1]):
             table.add_row(name, f"{seconds:.2f}", f"{seconds / whole:.0%}" if whole else "")
-        table.add_row("all steps", f"{whole:.2f}", "")
+        table.add_row("all", f"{whole:.2f}", "")
         return table
 
 

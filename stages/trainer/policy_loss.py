@@ -37,6 +37,23 @@ ONE_AGGREGATION = {"sapo": "seq-mean-token-mean", "geo_mean": "its own mean over
 BY_ENGINE = frozenset({"bypass_mode"})
 """verl's losses whose old log-probs must be those of the engine that sampled."""
 
+LOSS_SETTINGS = (
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "tau_pos",
+    "tau_neg",
+    "clip_cov_ratio",
+    "clip_cov_lb",
+    "clip_cov_ub",
+    "kl_cov_ratio",
+    "ppo_kl_coef",
+    "dro_beta",
+    "rollout_correction",
+)
+"""Settings that only some losses read, under verl's names."""
+
 METRICS = {
     "actor/pg_clipfrac": "policy/clip_fraction",
     "actor/pg_clipfrac_lower": "policy/clip_fraction_lower",
@@ -101,6 +118,29 @@ def check(key: str, cfg: PolicyLossConfig) -> Iterable[Problem]:
     yield from _check_correction(f"{key}.rollout_correction", cfg.rollout_correction)
     if cfg.loss_agg_mode:
         yield from _check_aggregation(key, cfg)
+    if name in table:
+        yield from _check_unread(key, cfg)
+
+
+def _check_unread(key: str, cfg: PolicyLossConfig) -> Iterable[Problem]:
+    """Settings that were changed and have no effect with the chosen loss."""
+    table, default = verl_door.policy_losses(), PolicyLossConfig()
+    for name in LOSS_SETTINGS if table[cfg.policy_loss].own else ():  # of a plug-in it is not known what it reads
+        if getattr(cfg, name) != getattr(default, name) and name not in _reads(cfg):
+            hint = f"read by: {', '.join(n for n, s in table.items() if name in s.reads)}"
+            what = f"has no effect: {cfg.policy_loss} does not read it"
+            yield Problem(where=f"{key}.{name}", what=what, hint=hint, level="warning")
+    if cfg.loss_scale_factor is not None and (mode := aggregation(cfg)) != "seq-mean-token-sum-norm":
+        what = f"has no effect: the aggregation is {mode}"
+        hint = f"set {key}.loss_agg_mode=seq-mean-token-sum-norm"
+        yield Problem(where=f"{key}.loss_scale_factor", what=what, hint=hint, level="warning")
+
+
+def _reads(cfg: PolicyLossConfig) -> frozenset[str]:
+    """Settings that the chosen loss of verl reads, itself or in the loss it hands over to."""
+    table = verl_door.policy_losses()
+    handed = cfg.policy_loss in BY_ENGINE and cfg.rollout_correction.loss_type == "ppo_clip"
+    return table[cfg.policy_loss].reads | (table["vanilla"].reads if handed else frozenset())
 
 
 def _check_correction(where: str, c: RolloutCorrection) -> Iterable[Problem]:

@@ -61,7 +61,7 @@ def test_ports(advantage):
 
 def test_the_mask_is_what_the_policy_chose_in_rows_that_are_ok(advantage):
     status = [Status.OK] * 12
-    status[2], status[7] = Status.FAILED, Status.STALE
+    status[2], status[7] = Status.FAILED, Status.FAILED
     fed = batch(status)
     out = advantage.run(**fed)
     fine = np.isin(np.arange(12), [2, 5, 7], invert=True)

@@ -178,6 +178,24 @@ def test_all_bad_rows_are_found_at_once_with_their_places(entry: Entry, open_loa
     assert lines[4].endswith("(the file ends here without a newline: is it cut short?)")
 
 
+@pytest.mark.parametrize("depth", [700, 5000])
+def test_rows_nested_too_deeply_are_bad_rows(entry: Entry, open_loader: Open, tmp_path: Path, depth: int) -> None:
+    """Deeper than Python recurses, and deeper than the parser goes. What the writer can write again is read."""
+    path = tmp_path / "a.jsonl"
+    objects, lists = (o * depth + b"1" + c * depth for o, c in ((b'{"a":', b"}"), (b"[", b"]")))
+    row = b'{"prompt": "p", "answer": %s}\n'
+    path.write_bytes(ROW + b"\n" + row % objects + row % lists)
+    lines = opening_error(open_loader, entry, path).split("\n")
+    assert lines[0] == f"2 of 3 rows of {path} cannot be used:"
+    assert lines[1].startswith(f"  {path}:2 (byte {len(ROW) + 1}): is nested too deeply: at most 128")
+    assert lines[2].startswith(f"  {path}:3 (byte {len(ROW) + 1 + len(row % objects)}): is nested too deeply")
+    fits, over = (b"[" * d + b"]" * d for d in (127, 128))  # in an object
+    path.write_bytes(row % fits)
+    assert answers(open_loader(entry, path, batch_size=1).run()) == [json.loads(fits)]
+    path.write_bytes(row % over)
+    assert "is nested too deeply" in opening_error(open_loader, entry, path)
+
+
 def test_of_many_bad_rows_ten_are_listed(entry: Entry, open_loader: Open, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"{}\n" * 1000 + ROW)
@@ -293,3 +311,27 @@ def test_gsm8k(entry: Entry, open_loader: Open, shared: Path) -> None:
     rows = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
     assert answers(batch) == [r["answer"].split("####")[-1].strip() for r in rows]
     assert batch.prompt.json(0) == [{"role": "user", "content": rows[0]["question"]}]
+
+
+def test_the_wiring_and_the_settings_of_a_loader_agree(entry: Entry, tmp_path: Path) -> None:
+    """Evaluation is of held-out rows, is called so, and only it may override how prompts are sampled."""
+    path = write(tmp_path / "a.jsonl", 9)
+
+    def loader(**settings: Any) -> Any:
+        return entry.cls(entry.config(path=str(path), **settings))  # pyright: ignore[reportCallIssue]
+
+    def problems(own: Any, *, evaluates: bool, **others: Any) -> list[str]:
+        facts = plan_facts("own", evaluates=evaluates, nodes={"own": own, **others})
+        return [p.where for p in own.check(facts)]
+
+    held_out, rest = loader(purpose="eval", limit=3), loader(skip=3)
+    assert not problems(held_out, evaluates=True, train=rest)
+    assert not problems(rest, evaluates=False, eval_loader=held_out)
+    for leaking in (loader(), loader(skip=2), loader(limit=1)):
+        assert problems(held_out, evaluates=True, train=leaking) == ["own.path"]
+    assert problems(loader(purpose="eval", skip=3), evaluates=True, train=rest) == ["own.path"]
+    assert problems(held_out, evaluates=False) == ["own.purpose"]
+    assert problems(rest, evaluates=True) == ["own.purpose"]
+    override = SamplingOverride(n=3)
+    assert problems(loader(sampling=override), evaluates=False) == ["own.sampling"]
+    assert not problems(loader(sampling=override, purpose="eval"), evaluates=True)

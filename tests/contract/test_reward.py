@@ -35,13 +35,13 @@ SETTINGS: dict[str, Callable[[Path], dict[str, Any]]] = {"function": lambda fold
 ROWS = 12
 RESPONSES = ["5", "7", "x", "5", "", "5", "9", "5", "5", "5", "1", "5"]
 ANSWERS = ["5", "7", "5", None]
-FAILED, STALE = 6, 8
+FAILED, LOST = 6, 8
 """Rows whose rollout is not OK."""
 
 
 def rollouts(purpose: Any = "train") -> RolloutBatch:
     status = [Status.OK] * ROWS
-    status[FAILED], status[STALE] = Status.FAILED, Status.STALE
+    status[FAILED], status[LOST] = Status.FAILED, Status.FAILED
     return rollout_batch(
         [[1]] * 4, [[1, 2]] * ROWS, n=3, responses=RESPONSES, answers=ANSWERS, status=status, purpose=purpose
     )
@@ -110,7 +110,7 @@ def test_a_batch_cut_into_parts_gives_the_same_numbers(make: Callable[..., Any],
 def test_a_row_without_a_score_says_why(make: Callable[..., Any]) -> None:
     given = rollouts()
     rewards: RewardBatch = make().run(given)
-    for row in (FAILED, STALE):
+    for row in (FAILED, LOST):
         assert rewards.status[row] == given.status[row]
         assert rewards.reason.text(row) == given.reason.text(row) == "made so"
     unscored = [i for i in range(ROWS) if rewards.status[i] == Status.UNSCORED]

@@ -54,6 +54,14 @@ def test_a_new_key_at_the_top_needs_a_schema() -> None:
     assert "did you mean 'eval'?" in problem.hint
 
 
+def test_a_setting_of_a_part_that_is_not_there() -> None:
+    found = problems("critic.lr=1", "scorr.delay_s=1", "scorer.deep.er=1")
+    assert found["critic.lr"].what == "there is no 'critic' in this pipeline"
+    assert found["critic.lr"].hint.startswith("configured: double, eval, eval_source, graph, judge, learner")
+    assert found["scorr.delay_s"].hint.startswith("did you mean 'scorer'? configured: ")
+    assert found["scorer.deep.er"].hint == "allowed: delay_s, die_at, fail_at"
+
+
 def test_a_misspelt_group_and_option() -> None:
     found = problems("dobule=whole", "double=streming", "source@eval_source=countin", "+scorer@third=negat")
     assert set(found) == {"dobule", "double", "source@eval_source", "scorer@third"}
@@ -76,6 +84,7 @@ WRONG_TYPES = {
     "scorer.fail_at.x=3": "could not be converted to Integer",
     "seed=abc": "'abc' of type 'str' could not be converted to Integer",
     "mode=pln": "Invalid value 'pln', expected one of [run, plan]",
+    "run.device=tpu": "Invalid value 'tpu', expected one of [auto, cpu, cuda]",
     "placement.double=remote": "expected one of [local, process]",
     "eval=3": "is a section, and '3' is a single value",
     "source.path=${nope}": "Interpolation key 'nope' not found",
@@ -262,6 +271,29 @@ def test_flags_of_hydra_are_told_from_overrides() -> None:
     assert line.config_dir == Path("x").resolve()
     for flag in (["--help"], ["--cfg", "job"], ["--info"]):
         assert parse(flag).inspects
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (["--config-name=other"], "experiment="),
+        (["-cn", "other"], "experiment="),
+        (["--config-path", "x"], "--config-dir"),
+        (["--package", "x"], "experiment="),
+        (["--config-name", "x", "--cfg", "job"], "experiment="),
+        (["--experimental-rerun", "x"], "overrides"),
+    ],
+)
+def test_flags_that_a_plan_cannot_follow_are_refused(flags: list[str], hint: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        parse([*flags, "mode=plan"])
+    [problem] = caught.value.problems
+    assert problem.where.startswith("--")
+    assert hint in problem.hint
+
+
+def test_a_package_may_be_shown() -> None:
+    assert parse(["--cfg", "job", "--package", "rollout"]).inspects
 
 
 def test_a_bad_list_of_plugins() -> None:

@@ -87,6 +87,13 @@ def test_lines_are_readable_at_once(tmp_path: Path) -> None:
     lines.close()
 
 
+def test_lines_are_never_added_to_another_file(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(FileExistsError):
+        JsonLines(tmp_path / "m.jsonl")
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 0}\n'
+
+
 def test_threads_lose_no_sample() -> None:
     meter = Meter()
 

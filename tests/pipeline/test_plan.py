@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from pipeline import plan, registry
+from pipeline.errors import PlanError
 from pipeline.plan import changed
 from pipeline.registry import backend
 from pipeline.stage import Component, Stage, setting
@@ -110,6 +112,17 @@ def test_requirements_are_warnings_in_a_plan_and_errors_in_a_run(
     assert any("CUDA device" in p.what for p in toy_plan("mode=plan", "run.device=cpu").problems)
 
 
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "has_cuda", lambda: False)
+    assert problems("run.device=cuda")["run.device"].what == "is cuda, and there is no CUDA device"
+    assert [(p.where, p.level) for p in toy_plan("run.device=cuda", "mode=plan").problems] == [
+        ("run.device", "warning")
+    ]
+    assert toy_plan("run.device=auto").problems == toy_plan("run.device=cpu").problems == ()
+    monkeypatch.setattr(plan, "has_cuda", lambda: True)
+    assert toy_plan("run.device=cuda").configured.plain()["run"]["device"] == "cuda"
+
+
 def test_changed_settings() -> None:
     assert changed(ExactScaleConfig()) == {}
     assert changed(ExactScaleConfig(factor=3.0)) == {"factor": 3.0}
@@ -161,6 +174,18 @@ def test_names_of_backends_and_configs_are_unique(registered: None) -> None:
         @backend("scale", "heavier")
         class Same(Component):
             def __init__(self, cfg: HeavyScorerConfig): ...
+
+
+def test_a_module_that_does_not_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no plug-in's fault if no plug-in named it."""
+    (tmp_path / "own_stages").mkdir()
+    (tmp_path / "own_stages" / "__init__.py").write_text("")
+    (tmp_path / "own_stages" / "broken.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for named, where in (("", "own_stages.broken"), ("plugins", "plugins")):
+        with pytest.raises(PlanError) as caught:
+            registry.discover("own_stages", named)
+        assert [(p.where, "ZeroDivisionError" in p.what) for p in caught.value.problems] == [(where, True)]
 
 
 def test_settings_do_not_share_lists() -> None:

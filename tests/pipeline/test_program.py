@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ def test_the_tracker_is_closed_after_an_error(tmp_path: Path) -> None:
         ("scorer.fail_at=5", ["start", "evaluated", "close"]),
         ("tracker.break_at_start=true", ["start", "close"]),
     ):
-        with Program(toy(override), tmp_path) as program:
+        with Program(toy(override), Path(mkdtemp(dir=tmp_path))) as program:
             with pytest.raises((StageError, RuntimeError)):
                 program.execute()
             assert [name for name, _ in program.tracker.calls] == calls  # type: ignore[attr-defined]

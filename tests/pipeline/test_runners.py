@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -18,13 +21,13 @@ from pipeline.program import Program
 from pipeline.records import Ragged, Rows
 from pipeline.runner.overlap import Join
 from tests.pipeline.conftest import toy
-from tests.pipeline.stages_for_tests import Numbers
+from tests.pipeline.stages_for_tests import NegateScorer, Numbers, Scores
 
 
 def steps(tmp_path: Path, *overrides: str) -> list[tuple[dict[str, Rows], dict[str, float]]]:
     """Records and metrics (times left out) of each step."""
     out = []
-    with Program(toy(*overrides), tmp_path) as program:
+    with Program(toy(*overrides), Path(mkdtemp(dir=tmp_path))) as program:
         for _, records in program.runner.steps(program, first=1, count=program.plan.root.run.steps):
             out.append((records, untimed(program.meter.drain())))
     return out
@@ -64,6 +67,32 @@ def test_overlap_equals_sync(tmp_path: Path, seed: int) -> None:
     parts += [f"double.delay_s={rng.random() / 500}", f"scorer.delay_s={rng.random() / 500}"]
     plain = steps(tmp_path, "double=streaming", *shape)
     assert_same(steps(tmp_path, "double=streaming", "runner=overlap", *shape, *parts), plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NamedScores(Scores):
+    """Scores whose shared `names` differ from part to part; together they have all of them."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        names = tuple(sorted({n for p in parts for n in p.names}))
+        return super(NamedScores, cls).concat([replace(p, names=names) for p in parts])
+
+
+def test_parts_are_joined_as_their_record_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scores are, of which one streamed part has other reward parts than the next."""
+
+    def run(self: NegateScorer, numbers: Numbers) -> NamedScores:
+        ids, names = numbers.row_id, tuple(sorted({str(i) for i in numbers.row_id}))
+        return NamedScores(step=numbers.step, row_id=ids, group_id=numbers.group_id, score=-numbers.value, names=names)
+
+    monkeypatch.setattr(NegateScorer, "run", run)
+    [(plain, _)] = steps(tmp_path, "double=streaming", "run.steps=1")
+    [(streamed, _)] = steps(tmp_path, "double=streaming", "double.most=1", "runner=overlap", "run.steps=1")
+    assert streamed["scorer"].names == ("0", "1", "2", "3", "4", "5")  # type: ignore[attr-defined]
+    assert all(streamed[node].same(plain[node]) for node in plain)
 
 
 def test_rows_flow_while_the_producer_works(tmp_path: Path, log: list[tuple[str, ...]]) -> None:
@@ -160,8 +189,6 @@ def test_join_by_group_without_a_size_waits_for_all() -> None:
 
 
 def _sizeless(rows: Numbers) -> Numbers:
-    from dataclasses import replace
-
     return replace(rows, group_size=0)
 
 

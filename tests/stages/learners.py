@@ -73,7 +73,7 @@ def per_token(rollouts: RolloutBatch, values: np.ndarray) -> list[list[float]]:
 
 
 def facts(key: str, *, values: Mapping[str, Any] | None = None, fed: tuple[str, ...] = ()) -> Facts:
-    return Facts(key=key, values=dict(values or {}), fed=frozenset(fed), fed_learn=frozenset(), root=RootConfig())
+    return Facts(key=key, values=dict(values or {}), fed=frozenset(fed), root=RootConfig())
 
 
 def aggregate(losses: list[np.ndarray], mode: str, scale: float = 1.0) -> float:

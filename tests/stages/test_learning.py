@@ -60,6 +60,13 @@ def test_a_mini_batch_must_divide_the_step():
     assert not list(learning.check_mini_batch(known, 1000)), "more than a step has: all rows"
 
 
+def test_a_mini_batch_must_divide_the_rows_that_came(make_context):
+    """The plan does not know them where a loader takes its whole file a step."""
+    with pytest.raises(ValueError, match=r"trainer\.mini_batch: 5 rows do not divide the 12 rows .* 4 or 6; 0 takes"):
+        order(make_context, random_rollouts(6, 2), mini_batch=5)
+    assert [len(p) for p in order(make_context, random_rollouts(6, 2), mini_batch=50)[0]] == [12]
+
+
 def test_one_update_is_adamw_with_clipping(make_context):
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     cfg = LearningConfig(lr=0.1, weight_decay=0.01, beta1=0.8, beta2=0.9, clip_grad=1.0)

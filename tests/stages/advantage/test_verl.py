@@ -211,6 +211,37 @@ def test_passk_leaves_out_groups_that_shrank_to_one(advantage):
     assert out.advantages.values == pytest.approx([0, 0, 1.0, 0])
 
 
+COMPARING = sorted(n for n in FEEDABLE if verl_door.estimators()[n].takes("index"))
+
+
+@pytest.mark.parametrize("estimator", COMPARING)
+def test_a_row_whose_group_is_gone_is_not_pushed_up(advantage, estimator):
+    """verl gives it its raw reward as advantage: here 1, whatever the others would have scored."""
+    scores = [1.0, np.nan, np.nan, 1.0, 0.0, 1.0]
+    out, measured = advantage(rows_of([2] * 6, n=3), reward_batch(scores, n=3), estimator=estimator)
+    assert out.mask.values.tolist() == [False] * 6 + [True] * 6
+    assert not out.advantages.values[:6].any()
+    assert not out.returns.values[:6].any()
+    assert out.advantages.values[6:].any()
+    assert measured["advantage/lone_rows"] == 1
+    whole, measured = advantage(rows_of([2] * 3, n=3), reward_batch(scores[3:], n=3), estimator=estimator)
+    assert out.advantages.values[6:] == pytest.approx(whole.advantages.values, abs=1e-6)
+    assert measured["advantage/lone_rows"] == 0, "it is logged where there is none, too"
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_a_row_without_its_group_stays_where_nothing_is_compared(advantage, estimator):
+    out, measured = advantage(rows_of([2] * 2, n=2), reward_batch([1.0, np.nan], n=2), estimator=estimator)
+    assert out.mask.values.tolist() == [True, True, False, False]
+    assert measured["advantage/lone_rows"] == 0
+
+
+def test_one_sample_a_prompt_as_configured_is_kept(advantage):
+    out, measured = advantage(rows_of([1, 1]), reward_batch([1.0, 0.5]), estimator="grpo")
+    assert out.mask.values.all()
+    assert measured["advantage/lone_rows"] == 0
+
+
 def test_dead_groups_are_counted_among_groups_that_can_differ(advantage):
     """huggingface/trl PR 5640. Groups: equal, different, one scored row, none."""
     rewards = reward_batch([1, 1, 1, 0, 1, np.nan, np.nan, np.nan], n=2)

@@ -103,7 +103,7 @@ def test_planning_imports_nothing_heavy(root: Path) -> None:
         "from pipeline.config import RootConfig\nfrom pipeline.plan import Facts\n"
         "from stages.model.hf import HfModel, HfModelConfig\n"
         "m = HfModel(HfModelConfig(path='data/base')); m.facts()\n"
-        "assert not list(m.check(Facts('model', {}, frozenset(), frozenset(), RootConfig())))\n"
+        "assert not list(m.check(Facts(key='model', root=RootConfig())))\n"
         "print(sorted({'torch', 'transformers', 'tokenizers', 'safetensors'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)

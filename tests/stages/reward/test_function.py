@@ -260,7 +260,7 @@ def test_a_scorer_of_verl_works_unchanged(ctx: Context, write: Callable[..., Pat
 
 
 def problems(path: Path, **settings: Any) -> list[str]:
-    facts = Facts(key="judge", values={}, fed=frozenset(), fed_learn=frozenset(), root=RootConfig())
+    facts = Facts(key="judge", root=RootConfig())
     return [str(p) for p in FunctionReward(FunctionRewardConfig(path=str(path), **settings)).check(facts)]
 
 
@@ -309,3 +309,20 @@ def test_what_a_plan_finds_without_running_the_file(
 )
 def test_what_a_plan_lets_pass(write: Callable[..., Path], text: str, settings: dict[str, Any]) -> None:
     assert problems(write(text), **settings) == []
+
+
+def test_a_reward_that_scores_nothing_is_an_error(
+    make_context: Callable[..., Context], write: Callable[..., Path]
+) -> None:
+    """A row that raises is data; if no row was ever scored, the reward is broken, and a run would learn nothing."""
+    path = write(f"def compute_score({SIGNATURE}):\n    return lenght(solution_str)\n")
+    few, many = (rollout_batch([[1]] * n, [[1]] * n, responses=["a"] * n, answers=["x"] * n) for n in (10, 60))
+    with opened(make_context("reward"), path) as reward:
+        assert (reward.run(few).status == Status.UNSCORED).all()
+        with pytest.raises(ValueError, match="none of the first 70 rows could be scored; .*lenght"):
+            reward.run(many)
+    sometimes = write(f"def compute_score({SIGNATURE}):\n    return 1.0 if solution_str == 'b' else lenght()\n")
+    one = rollout_batch([[1]], [[1]], responses=["b"], answers=["x"])
+    with opened(make_context("reward"), sometimes) as reward:
+        assert reward.run(one).score.tolist() == [1.0]
+        assert (reward.run(many).status == Status.UNSCORED).all()

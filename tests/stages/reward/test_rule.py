@@ -332,7 +332,7 @@ def test_parts_put_together_name_what_the_whole_names() -> None:
 
 
 def problems(**settings: Any) -> list[tuple[str, str, str]]:
-    facts = Facts(key="judge", values={}, fed=frozenset(), fed_learn=frozenset(), root=RootConfig())
+    facts = Facts(key="judge", root=RootConfig())
     return [(p.where, p.what, p.level) for p in RuleReward(RuleRewardConfig(**settings)).check(facts)]
 
 
@@ -349,7 +349,14 @@ def test_the_default_has_no_problem() -> None:
         ({"weights": RuleWeights(regex=1), "pattern": "(a"}, "pattern", "'(a' is not a regular expression", "error"),
         ({"pattern": "a"}, "pattern", "has no effect", "warning"),
         ({"weights": RuleWeights(length=1)}, "weights.length", "has no limits", "error"),
-        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "9 is not allowed", "error"),
+        ({"min_tokens": 9}, "min_tokens", "has no effect, since weights.length is 0", "warning"),
+        ({"max_tokens": 9}, "max_tokens", "has no effect, since weights.length is 0", "warning"),
+        (
+            {"weights": RuleWeights(length=1), "min_tokens": 9, "max_tokens": 3},
+            "min_tokens",
+            "9 is not allowed",
+            "error",
+        ),
     ],
 )
 def test_settings_that_cannot_be_meant(settings: dict[str, Any], where: str, what: str, level: str) -> None:

@@ -18,7 +18,6 @@ from stages.rollout import RolloutConfig
 from stages.rollout.assembly import (
     Draft,
     assemble,
-    context_length,
     expand,
     measure,
     require_room,
@@ -196,7 +195,7 @@ def test_evaluation_is_not_measured() -> None:
 
 
 def problems(tiny_model: Path, known: dict[str, Any] | None = None, **cfg: Any) -> list[tuple[str, str]]:
-    facts = Facts("rollout", known or {}, frozenset(), frozenset(), RootConfig())
+    facts = Facts(key="rollout", root=RootConfig(), values=known or {})
     model = HfModel(HfModelConfig(path=str(tiny_model)))
     found = list(settings_problems(RolloutConfig(**cfg), model, facts))
     assert all(p.hint for p in found)
@@ -218,11 +217,14 @@ def test_contradictions_are_problems(tiny_model: Path) -> None:
     assert problems(tiny_model, {"max_prompt_tokens": 65}, max_new_tokens=64) == [("rollout.max_new_tokens", "error")]
 
 
-def test_context_length_is_found_where_configs_have_it() -> None:
-    assert context_length({"max_position_embeddings": 5}) == 5
-    assert context_length({"n_positions": 6}) == 6
-    assert context_length({"text_config": {"max_position_embeddings": 7}}) == 7
-    assert context_length({}) is None
+@pytest.mark.parametrize("temperature", [1e-39, 0.0099, 100.1, 1e38, float("nan")])
+def test_a_temperature_that_breaks_float32_is_an_error(tiny_model: Path, temperature: float) -> None:
+    assert problems(tiny_model, temperature=temperature) == [("rollout.temperature", "error")]
+
+
+@pytest.mark.parametrize("temperature", [0.01, 100.0])
+def test_the_ends_of_the_range_are_allowed(tiny_model: Path, temperature: float) -> None:
+    assert problems(tiny_model, temperature=temperature) == []
 
 
 def test_prompts_that_leave_no_room_are_named() -> None:

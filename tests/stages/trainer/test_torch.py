@@ -393,9 +393,60 @@ def test_what_the_plan_refuses(settings, where, says):
     assert found[where].level == "error"
 
 
+CORRECTION = type(ENTRY.config().rollout_correction)
+
+
+@pytest.mark.parametrize(
+    ("loss", "setting", "value"),
+    [
+        ("gspo", "clip_ratio_c", 5.0),
+        ("gpg", "clip_ratio", 0.3),
+        ("kl_cov", "clip_ratio_high", 0.3),
+        ("vanilla", "tau_pos", 2.0),
+        ("vanilla", "tau_neg", 2.0),
+        ("kl_cov", "clip_cov_ratio", 0.1),
+        ("vanilla", "clip_cov_lb", 0.5),
+        ("vanilla", "clip_cov_ub", 9.0),
+        ("clip_cov", "kl_cov_ratio", 0.1),
+        ("clip_cov", "ppo_kl_coef", 0.2),
+        ("vanilla", "dro_beta", 0.1),
+        ("vanilla", "rollout_correction", CORRECTION(rollout_is="token")),
+        ("bypass_mode", "tau_pos", 2.0),
+        ("vanilla", "loss_scale_factor", 64.0),
+        ("geo_mean", "loss_scale_factor", 64.0),
+    ],
+)
+def test_a_setting_that_the_loss_does_not_read_is_a_warning(loss, setting, value):
+    found = problems(policy_loss=loss, **{setting: value})
+    assert list(found) == [f"trainer.{setting}"]
+    assert found[f"trainer.{setting}"].level == "warning"
+    assert "has no effect" in found[f"trainer.{setting}"].what
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("vanilla", {"clip_ratio": 0.3, "clip_ratio_low": 0.1, "clip_ratio_high": 0.4, "clip_ratio_c": 5.0}),
+        ("sapo", {"tau_pos": 2.0, "tau_neg": 2.0}),
+        ("clip_cov", {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.5, "clip_cov_ub": 9.0, "clip_ratio": 0.3}),
+        ("kl_cov", {"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.2}),
+        ("dro", {"dro_beta": 0.1}),
+        ("bypass_mode", {"rollout_correction": CORRECTION(rollout_is="token"), "clip_ratio_c": 5.0}),
+        ("vanilla", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64.0}),
+    ],
+)
+def test_a_setting_that_the_loss_reads_is_none(loss, settings):
+    assert not problems(policy_loss=loss, **settings)
+
+
+def test_clipping_has_no_effect_where_the_correction_takes_reinforce():
+    found = problems(policy_loss="bypass_mode", clip_ratio=0.3, rollout_correction=CORRECTION(loss_type="reinforce"))
+    assert [(p.where, p.level) for p in found.values()] == [("trainer.clip_ratio", "warning")]
+
+
 def test_rollout_correction_is_checked():
-    kind = type(ENTRY.config().rollout_correction)
-    found = problems(rollout_correction=kind(loss_type="ppo", rollout_is="tokens", rollout_rs="token_k1"))
+    wrong = CORRECTION(loss_type="ppo", rollout_is="tokens", rollout_rs="token_k1")
+    found = problems(policy_loss="bypass_mode", rollout_correction=wrong)
     assert set(found) == {
         f"trainer.rollout_correction.{k}" for k in ("loss_type", "rollout_is", "rollout_rs_threshold")
     }
