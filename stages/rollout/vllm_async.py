@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pipeline.config import Mode
+from pipeline.config import Device, Mode
 from pipeline.context import Context
 from pipeline.errors import Problem
 from pipeline.plan import has_cuda
@@ -239,18 +239,13 @@ def head_size(config: dict[str, Any]) -> int | None:
     return text.get("head_dim") or (hidden // heads if hidden and heads else None)
 
 
-def _device(root: RootConfig) -> str:
-    """cpu, cuda, or auto."""
-    return getattr(root.run.device, "value", root.run.device)
-
-
 def _on_cpu(root: RootConfig) -> bool:
-    return _device(root) == "cpu" or (_device(root) == "auto" and not has_cuda())
+    return root.run.device is Device.cpu or (root.run.device is Device.auto and not has_cuda())
 
 
 def _level(root: RootConfig) -> Literal["error", "warning"]:
     """A plan that is only looked at may be for another machine."""
-    return "warning" if root.mode is Mode.plan and _device(root) == "auto" else "error"
+    return "warning" if root.mode is Mode.plan and root.run.device is Device.auto else "error"
 
 
 def _scale(settings: Settings) -> float:

@@ -272,6 +272,9 @@ def test_the_plan_finds_what_is_wrong_without_reading(entry: Entry, tmp_path: Pa
     assert set(problems) == {"eval_loader.path", "eval_loader.purpose", "eval_loader.fields.prompt"}
     assert "there is no file" in problems["eval_loader.path"]
     assert "allowed: eval, train" in problems["eval_loader.purpose"]
+    cold: Any = entry.cls(entry.config(path=str(good), sampling=SamplingOverride(temperature=1e-39)))
+    found = [p for p in cold.check(plan_facts("loader")) if p.where == "loader.sampling.temperature"]
+    assert [(p.what, p.level) for p in found] == [("1e-39 is not allowed", "error")]
 
 
 def test_facts(entry: Entry) -> None:

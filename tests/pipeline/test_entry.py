@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,18 @@ from tests.pipeline.conftest import toy, toy_line
 
 
 def test_a_sweep_does_not_write_into_a_folder_with_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep = ("-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep")
-    plans = entry.plan_or_explain(toy_line(*sweep))
+    sweep = replace(toy_line("seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep"), multirun=True)
+    plans = entry.plan_or_explain(sweep)
     assert plans is not None
     assert [p.root.seed for p in plans] == [1, 2]
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "thesis.txt").write_text("two years of work")
-    assert entry.plan_or_explain(toy_line(*sweep)) is None
+    assert entry.plan_or_explain(sweep) is None
     told = capsys.readouterr().err
     assert f"hydra.sweep.dir: '{tmp_path}/sweep' exists and is not empty" in told
     assert "1 problem." in told
-    assert entry.plan_or_explain(toy_line(*sweep, "mode=plan")) is not None, "a plan writes nothing"
+    only_planned = replace(sweep, overrides=(*sweep.overrides, "mode=plan"))
+    assert entry.plan_or_explain(only_planned) is not None, "a plan writes nothing"
 
 
 def test_a_run_directory_is_claimed_once_and_empty(tmp_path: Path) -> None:

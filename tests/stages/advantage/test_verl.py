@@ -217,7 +217,7 @@ COMPARING = sorted(n for n in FEEDABLE if verl_door.estimators()[n].takes("index
 @pytest.mark.parametrize("estimator", COMPARING)
 def test_a_row_whose_group_is_gone_is_not_pushed_up(advantage, estimator):
     """verl gives it its raw reward as advantage: here 1, whatever the others would have scored."""
-    scores = [1.0, np.nan, np.nan, 1.0, 0.0, 1.0]
+    scores = [1.0, np.nan, np.nan, 3.0, 0.0, 1.0]
     out, measured = advantage(rows_of([2] * 6, n=3), reward_batch(scores, n=3), estimator=estimator)
     assert out.mask.values.tolist() == [False] * 6 + [True] * 6
     assert not out.advantages.values[:6].any()

@@ -319,7 +319,7 @@ def test_a_reward_that_scores_nothing_is_an_error(
     few, many = (rollout_batch([[1]] * n, [[1]] * n, responses=["a"] * n, answers=["x"] * n) for n in (10, 60))
     with opened(make_context("reward"), path) as reward:
         assert (reward.run(few).status == Status.UNSCORED).all()
-        with pytest.raises(ValueError, match="none of the first 70 rows could be scored; .*lenght"):
+        with pytest.raises(ValueError, match=r"none of the first 70 rows could be scored; .*lenght"):
             reward.run(many)
     sometimes = write(f"def compute_score({SIGNATURE}):\n    return 1.0 if solution_str == 'b' else lenght()\n")
     one = rollout_batch([[1]], [[1]], responses=["b"], answers=["x"])

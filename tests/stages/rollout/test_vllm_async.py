@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import Mode
+from pipeline.config import Device, Mode
 from pipeline.errors import Problem
 from stages.model.hf import HfModel, HfModelConfig
 from stages.rollout import vllm_async
@@ -27,8 +27,7 @@ def check(
     model = HfModel(HfModelConfig(path=str(folder)))
     rollout = VllmAsyncRollout(VllmAsyncRolloutConfig(**cfg), model, TorchSampler(TorchSamplerConfig()))
     facts = plan_facts("rollout", max_prompt_tokens=prompt)
-    run = replace(facts.root.run)
-    run.device = type(run.device)(device)  # a text, or one of the choices
+    run = replace(facts.root.run, device=Device(device))
     return list(rollout.check(replace(facts, root=replace(facts.root, run=run, mode=mode))))
 
 
