@@ -93,10 +93,15 @@ def _raised(error: BaseException) -> Outcome:
         message = f"{type(error).__name__}, whose message cannot be shown"
     hint = " (reward workers have no GPU)" if "cuda" in message.lower() else ""
     return Outcome(
-        reason=f"raised {message}{hint}",
+        reason=_encodable(f"raised {message}{hint}"),
         where=f"{type(error).__name__} at {last.filename}:{last.lineno}",
-        trace="".join(traceback.format_exception(error)),
+        trace=_encodable("".join(traceback.format_exception(error))),
     )
+
+
+def _encodable(text: str) -> str:
+    """Without the lone surrogates that a message may hold, which no log file can."""
+    return text.encode(errors="replace").decode()
 
 
 class _Worker:
