@@ -18,7 +18,7 @@ run: $(VENV)/.installed-run
 	$(BIN)/python run.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

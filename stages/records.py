@@ -57,8 +57,9 @@ class Sampling:
 
 
 def temperature_problems(where: str, temperature: float) -> Iterator[Problem]:
-    """At plan time: logits are divided by a temperature that is not 0, and must stay numbers in float32."""
-    if temperature != 0 and not 0.01 <= temperature <= 100:
+    """At plan time: logits are divided by a temperature above 0, and must stay numbers in float32. (What is below 0
+    the range of the setting refuses.)"""
+    if not (temperature <= 0 or 0.01 <= temperature <= 100):
         yield Problem(where=where, what=f"{temperature:g} is not allowed", hint="0 (greedy), or 0.01 to 100")
 
 

@@ -87,6 +87,12 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _socket_folder() -> str | None:
+    """Where vLLM's sockets may lie: the folder for temporary files, or /tmp if its name is too long for a socket's
+    path, which has 107 bytes at most; vLLM's own part takes 36."""
+    return None if len(tempfile.gettempdir().encode()) <= 45 else "/tmp"
+
+
 class Engine:
     """One AsyncLLM on an event loop of its own. Weights may be pushed while responses stream."""
 
@@ -107,7 +113,7 @@ class Engine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
-        self._scratch = tempfile.mkdtemp(prefix="headrace-")  # 0700; vLLM never removes its sockets
+        self._scratch = tempfile.mkdtemp(prefix="headrace-", dir=_socket_folder())  # 0700
         own = {
             "VLLM_RPC_BASE_PATH": self._scratch,
             SCRATCH: self._scratch,
