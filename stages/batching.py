@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stages.device import Parcel, ahead
 from stages.records import RolloutBatch
 
 if TYPE_CHECKING:
@@ -56,31 +57,29 @@ def cut(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
 
 
 def micro_batches(rollouts: RolloutBatch, rows: np.ndarray, budget: int, device: str) -> Iterator[MicroBatch]:
-    """The given rows (positions in `rollouts`) in micro-batches; rows without a response are left out."""
+    """The given rows (positions in `rollouts`) in micro-batches; rows without a response are left out. Each is on its
+    way to the device before the one in front of it is given out."""
     lengths = rollouts.response_ids.lengths[rows]
     rows, lengths = rows[lengths > 0], (rollouts.prompt_ids.lengths[rows] + lengths)[lengths > 0]
-    for part in cut(lengths, budget):
-        yield _micro_batch(rollouts, rows[part], device)
+    packed = ((part, _pack(rollouts, rows[part], device)) for part in cut(lengths, budget))
+    for part, parcel in ahead(packed):
+        yield MicroBatch(rows=rows[part], tokens=int(lengths[part].sum()), **parcel.receive())
 
 
-def _micro_batch(rollouts: RolloutBatch, rows: np.ndarray, device: str) -> MicroBatch:
-    import torch
-
+def _pack(rollouts: RolloutBatch, rows: np.ndarray, device: str) -> Parcel:
     prompts, responses = rollouts.prompt_ids.take(rows), rollouts.response_ids.take(rows)
     before, after = prompts.lengths, responses.lengths
     if not before.all():
         bad = rollouts.row_id[rows[before == 0]]
         raise ValueError(f"rows {bad[:8].tolist()} have no prompt token: nothing predicts their first response token")
-    width = int((before + after).max())
-    ids = np.zeros((len(rows), width), np.int64)
-    column = np.arange(width)
-    ids[column < before[:, None]] = prompts.values
-    ids[(column >= before[:, None]) & (column < (before + after)[:, None])] = responses.values
-    starts = np.repeat(np.arange(len(rows)) * width + before - 1 - responses.offsets[:-1], after)
-    return MicroBatch(
-        rows=rows,
-        ids=torch.from_numpy(ids).to(device),
-        predicts=torch.from_numpy(starts + np.arange(len(starts))).to(device),
-        targets=torch.from_numpy(responses.values.astype(np.int64)).to(device),
-        tokens=int((before + after).sum()),
+    width, total = int((before + after).max()), len(responses.values)
+    parcel = Parcel(
+        device, ids=((len(rows), width), np.int64), predicts=((total,), np.int64), targets=((total,), np.int64)
     )
+    column = np.arange(width)
+    parcel.host["ids"][column < before[:, None]] = prompts.values
+    parcel.host["ids"][(column >= before[:, None]) & (column < (before + after)[:, None])] = responses.values
+    starts = np.repeat(np.arange(len(rows)) * width + before - 1 - responses.offsets[:-1], after)
+    np.add(starts, np.arange(total), out=parcel.host["predicts"])
+    parcel.host["targets"][:] = responses.values
+    return parcel.send()

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stages.device import send
+
 if TYPE_CHECKING:
     import torch
 
@@ -155,12 +157,11 @@ class Layout:
     """
 
     def __init__(self, lengths: np.ndarray, device: Any = "cpu"):
-        import torch
-
         self.tokens = int(lengths.sum())
         width = max(int(lengths.max(initial=0)), 1)
         inside = np.arange(width) < np.asarray(lengths)[:, None]
-        self._inside: torch.Tensor = torch.from_numpy(inside).to(device)
+        sent = send(device, inside=inside, places=np.flatnonzero(inside))
+        self._inside, self._places = sent["inside"], sent["places"]
 
     def pad(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
         """[N] tokens, row after row, to [B, T]; zero elsewhere, and gradients flow back."""
@@ -173,7 +174,7 @@ class Layout:
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
         """[B, T] to [N], the inverse of `pad`."""
-        return padded[self._inside]
+        return padded.flatten()[self._places]  # by index: a mask would make the processor ask the device for a count
 
 
 def group_index(group_id: np.ndarray) -> np.ndarray:

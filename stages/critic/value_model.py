@@ -15,6 +15,7 @@ from pipeline.stage import setting
 from stages import learning, verl_door
 from stages.batching import MicroBatch, micro_batches
 from stages.critic import Critic
+from stages.device import send
 from stages.learning import LearningConfig, Optimizer
 from stages.model import Model
 from stages.records import AdvantageBatch, RolloutBatch, ValueBatch
@@ -123,9 +124,9 @@ class ValueModelCritic(Critic):
         total = 0.0
         for micro in micros:
             layout = Layout(advantages.mask.lengths[micro.rows], self.ctx.device)
-            old, returns, mask = (
-                layout.pad(x.take(micro.rows).values) for x in (values.values, advantages.returns, advantages.mask)
-            )
+            columns = {"old": values.values, "returns": advantages.returns, "mask": advantages.mask}
+            sent = send(self.ctx.device, **{n: c.take(micro.rows).values for n, c in columns.items()})
+            old, returns, mask = (layout.pad(sent[n]) for n in columns)
             loss, clipped = self._loss(
                 vpreds=layout.pad(self._forward(micro)),
                 returns=returns,

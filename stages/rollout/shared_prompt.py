@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stages.device import Parcel, send
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,13 +32,11 @@ class PromptCache:
     [G, 1, 1, P], the padding, or None where all prompts have the same length."""
 
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], lengths: np.ndarray):
-        import torch
-
         self.keys, self.values, self.lengths = keys, values, lengths
         self.hidden: torch.Tensor | None = None
         if np.any(lengths != keys[0].shape[2]):
             padding = np.arange(keys[0].shape[2]) >= lengths[:, None]
-            self.hidden = torch.from_numpy(padding[:, None, None]).to(keys[0].device)
+            self.hidden = send(keys[0].device, hidden=padding[:, None, None])["hidden"]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -236,16 +236,17 @@ def _prefill_batch(
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
     """Keys and values [G, H, P, D] of each layer, and logits [G, V]. Padding stands at the right, where causal
     attention never looks."""
-    import torch
     from transformers import DynamicCache
 
     lengths = np.array([len(p) for p in prompts])
-    ids = np.zeros((len(prompts), lengths.max()), np.int64)
-    for row, prompt in zip(ids, prompts, strict=True):
+    parcel = Parcel(module.device, ids=((len(prompts), int(lengths.max())), np.int64), last=((len(prompts),), np.int64))
+    for row, prompt in zip(parcel.host["ids"], prompts, strict=True):
         row[: len(prompt)] = prompt
+    np.subtract(lengths, 1, out=parcel.host["last"])
+    sent = parcel.send().receive()
     cache = DynamicCache()  # without a config: every layer keeps all positions, also one with a window
-    with _last_only(module, torch.from_numpy(lengths - 1).to(module.device)):
-        out = module(input_ids=torch.from_numpy(ids).to(module.device), past_key_values=cache, use_cache=True)
+    with _last_only(module, sent["last"]):
+        out = module(input_ids=sent["ids"], past_key_values=cache, use_cache=True)
     layers: list[Any] = cache.layers
     return [(layer.keys, layer.values) for layer in layers], out.logits[:, 0]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from pipeline.context import mix64
 from pipeline.registry import backend
+from stages.device import send
 from stages.sampler import Sampler, SamplingParams, VllmSampling
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class TorchSampler(Sampler):
         import torch
 
         rows, vocabulary = logits.shape
-        uniform = torch.from_numpy(uniforms(seeds, position)).to(logits.device)
+        uniform = send(logits.device, uniform=uniforms(seeds, position))["uniform"]
         size = max(1, _BLOCK_VALUES.get(logits.device.type, _BLOCK_VALUES_ELSEWHERE) // vocabulary)
         if size >= rows:
             return _sample_block(logits, params, uniform)

@@ -18,6 +18,7 @@ from pipeline.errors import Problem, near
 from pipeline.stage import setting
 from stages import verl_door
 from stages.batching import MicroBatch
+from stages.device import send
 from stages.learning import LearningConfig, batch_info
 from stages.records import AdvantageBatch, LogProbBatch, RolloutBatch
 from stages.verl_door import AGGREGATIONS, Layout
@@ -180,8 +181,6 @@ class Targets:
         cls, cfg: PolicyLossConfig, device: str, rollouts: RolloutBatch, old: LogProbBatch, advantages: AdvantageBatch
     ) -> Targets:
         """ValueError if the loss needs log-probs of the engine, and it could not tell some."""
-        import torch
-
         before, mask = old.log_probs, advantages.mask.values
         if cfg.policy_loss in BY_ENGINE:
             before = rollouts.log_probs
@@ -189,18 +188,16 @@ class Targets:
             if unknown.any():
                 rows = rollouts.row_id[np.unique(before.row_of_value()[unknown])][:8].tolist()
                 raise ValueError(f"policy_loss={cfg.policy_loss} needs the engine's log-probs, which rows {rows} lack")
-        columns = (np.nan_to_num(before.values), advantages.advantages.values, mask)
-        old_values, gained, learned = (torch.from_numpy(np.array(c)).to(device) for c in columns)
-        return cls(old_values, gained, learned, rollouts.response_ids.offsets)
+        gained = advantages.advantages.values
+        sent = send(device, old=np.nan_to_num(before.values), advantages=gained, mask=mask)
+        return cls(**sent, offsets=rollouts.response_ids.offsets)
 
     def of(self, rows: np.ndarray) -> tuple[Layout, dict[str, torch.Tensor]]:
         """For the given rows, in verl's names and [B, T]."""
-        import torch
-
         lengths = np.diff(self.offsets)[rows]
         layout = Layout(lengths, self.old.device)
         starts = np.repeat(self.offsets[rows] - np.cumsum(lengths) + lengths, lengths)
-        place = torch.from_numpy(starts + np.arange(len(starts))).to(self.old.device)
+        place = send(self.old.device, place=starts + np.arange(len(starts)))["place"]
         names = {"old_log_prob": self.old, "advantages": self.advantages, "response_mask": self.mask}
         return layout, {name: layout.pad(values[place]) for name, values in names.items()}
 
