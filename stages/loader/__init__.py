@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pipeline.stage import Stage, setting
 from stages.records import PromptBatch
@@ -37,11 +37,18 @@ class SamplingOverride:
 class LoaderConfig:
     """Settings of every loader."""
 
-    path: str = setting(doc="a JSONL file; a relative path is looked for here, then in the checkout")
-    batch_size: int = setting(32, min=0, doc="prompts a step; 0: the whole file")
+    path: Any = setting(doc="a file, a glob, or a list of them; relative: looked for here, then in the checkout")
+    batch_size: int = setting(32, min=0, doc="prompts a step, of each shard; 0: all rows")
     shuffle: bool = setting(True, doc="a seeded permutation each epoch")
-    skip: int = setting(0, min=0, doc="leave out the first rows of the file, to keep them for evaluation")
+    skip: int = setting(0, min=0, doc="leave out the first rows of the files, to keep them for evaluation")
     limit: int = setting(0, min=0, doc="of the rest, use only the first rows; 0: all")
+    shards: int = setting(1, min=1, doc="loaders that share the rows of a run, each with its own `shard`")
+    shard: int = setting(0, min=0, doc="which of them this one is, from 0")
+    prefetch: int = setting(2, min=0, doc="batches prepared ahead in the background, for training only; 0: none")
+    validate: str = setting("full", doc="full: look at every row, once a version of a file; sample: at some; off")
+    on_bad_row: str = setting("stop", doc="stop before training, or skip: leave it out and list it in bad_rows.jsonl")
+    index_dir: str = setting("", doc="where to keep indexes; empty: beside each file, or in the user's cache folder")
+    max_prompt_tokens: int = setting(0, min=0, doc="leave out prompts with more tokens than this; 0: keep all")
     purpose: str = setting("train", doc="train or eval: travels with the batch")
     fields: FieldNames = setting(FieldNames, doc="where in a row things are")
     system_prompt: str = setting("", doc="if set, the prompt becomes a chat with this system message")
@@ -50,15 +57,22 @@ class LoaderConfig:
 
 
 class Loader(Stage):
-    """One batch a call, over and over the file: an epoch ends in the middle of a batch if it must, and the
-    next permutation goes on there, so that every row comes once an epoch and no batch is short.
+    """One batch a call, over and over the rows: an epoch ends in the middle of a batch if it must, and the next
+    permutation goes on there, so that every row comes once an epoch and no batch is short.
 
-    `row_id` counts the prompts of the run: prompt k of call c (both from 0) is `c * batch_size + k`, and
-    `step` is c + 1. Loaders of one file give the same rows, in the same order, with the same errors, whatever
-    the backend. A file is UTF-8, one JSON object a line; blank lines are skipped. All its rows are looked at
-    when the loader opens: bad ones are an error that lists file, line, byte and reason of the first ten.
-    State: the number of calls (and the sizes it counts in, to refuse another file).
-    Facts: `prompts_per_step`, `chat_prompts`. Metric, for `purpose == "train"` only: `loader/rows_per_s`.
+    `row_id` counts the prompts of the run, and `step` is the number of the call, from 1. With one shard, prompt k of
+    call c (both from 0) is `c * batch_size + k`. Shard r of R has `(c * R + r) * batch_size + k`: the batches of all
+    shards, one after the other, are the batch of one loader that is R times as large.
+
+    Loaders give the same rows, in the same order, with the same errors, whatever the backend and the format. Several
+    files follow one another as if they were one. A text file is UTF-8, one JSON object a line; blank lines are
+    skipped. Before the first batch the rows are looked at (`validate`); bad ones are an error that lists place and
+    reason of the first ten, or are left out (`on_bad_row`). Rows that are left out, here or by `max_prompt_tokens`,
+    keep their place in the order: others do not move. A file that changes while it is read is an error.
+
+    State: the number of calls, the position in the order, and what positions are counted in, to refuse another file.
+    Facts: `prompts_per_step`, `chat_prompts`, `max_prompt_tokens`. Metrics, for `purpose == "train"` only:
+    `loader/rows_per_s`, and `loader/wait_s`: how long a step waited for its batch.
     """
 
     role: ClassVar[str] = "loader"

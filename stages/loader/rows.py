@@ -1,22 +1,31 @@
-"""A line of JSON as the columns of a prompt, and every reason to refuse it."""
+"""A row of data as the columns of a prompt, and every reason to refuse it.
+
+`RowParser(cfg, where)` works in two steps, so that formats share the second: `parse(line)` makes an object of a
+line of JSON, `columns(object)` makes a `Row` of it. Calling the parser does both. `verdict_key()` and
+`columns_key()` name what decides which rows are bad, and what the rows hold.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import orjson
+import xxhash
 
 from stages.loader import FieldNames, LoaderConfig
-from stages.loader.lines import Lines
 
-SHOWN = 10
-"""Bad rows that a message lists one by one."""
+VERSION = 2
+"""Of the rules in this module. To be raised when another row becomes bad, or a row gives other columns."""
 
 DEEPEST = 128
 """Objects and lists inside each other. The JSON writer and what walks over a row by recursion reach further."""
+
+_BEYOND_64_BITS = 2.0**63
+"""From here on a float may be an integer that the JSON reader could not hold."""
 
 
 class Row(NamedTuple):
@@ -37,7 +46,7 @@ class DataError(ValueError):
 
 
 class RowParser:
-    """Turns lines into rows by a loader's settings; `where` is its config key, for messages."""
+    """Turns rows of a file into columns by a loader's settings; `where` is its config key, for messages. Picklable."""
 
     def __init__(self, cfg: LoaderConfig, where: str):
         self.fields: FieldNames = cfg.fields
@@ -45,18 +54,46 @@ class RowParser:
 
     def __call__(self, line: bytes) -> Row:
         """BadRow if the line is not a usable row."""
-        row = _object(line)
-        return Row(
-            orjson.dumps(self._prompt(row)),
-            orjson.dumps(self._ground_truth(row, line)),
-            self._data_source(row),
-            orjson.dumps(self._extra(row, line)),
-        )
+        return self.columns(self.parse(line))
 
-    def _prompt(self, row: dict[str, Any]) -> Any:
-        prompt = self._required(row, "prompt")
+    def verdict_key(self) -> bytes:
+        """16 bytes: differs where another row may be bad."""
+        return _digest(VERSION, asdict(self.fields), bool(self.system_prompt))
+
+    def columns_key(self) -> bytes:
+        """16 bytes: differs where a row may hold something else."""
+        return _digest(VERSION, asdict(self.fields), self.system_prompt, self.chat)
+
+    @staticmethod
+    def parse(line: bytes) -> dict[str, Any]:
+        """The JSON object of a line. Strict: UTF-8, no NaN, no lone surrogates, no key twice, no deep nesting.
+
+        An integer beyond 64 bits stays an integer, which the JSON writer then refuses.
+        """
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as e:
+            raise BadRow(_not_json(line, e)) from None
+        if type(row) is not dict:
+            raise BadRow(f"an object is needed, not {_kind(row)}")
+        keys, large = _census(row)
+        if not _surely_distinct(line, keys):
+            json.loads(line, object_pairs_hook=_distinct)
+        return json.loads(line) if large else row
+
+    def columns(self, row: Mapping[str, Any]) -> Row:
+        """Of an object that any format gave. BadRow if it lacks something, or holds what JSON cannot."""
+        prompt, truth = self._prompt(row), self._ground_truth(row)
+        source, extra = self._data_source(row), self._extra(row)
+        try:
+            return Row(_dumps(prompt), _dumps(truth), source, _dumps(extra) if extra else b"{}")
+        except orjson.JSONEncodeError as e:
+            raise BadRow(_not_writable(e)) from None
+
+    def _prompt(self, row: Mapping[str, Any]) -> Any:
+        prompt = self._required(row, self.fields.prompt, "prompt")
         if isinstance(prompt, str):
-            if not prompt.strip():
+            if not prompt or prompt.isspace():
                 raise BadRow(f"the prompt (key '{self.fields.prompt}') is empty")
             if not (self.chat or self.system_prompt):
                 return prompt
@@ -69,57 +106,59 @@ class RowParser:
             raise BadRow(f"the chat has a system message of its own, and {self.where}.system_prompt sets another")
         return [{"role": "system", "content": self.system_prompt}, *prompt]
 
-    def _ground_truth(self, row: dict[str, Any], line: bytes) -> Any:
-        if not self.fields.ground_truth:
+    def _ground_truth(self, row: Mapping[str, Any]) -> Any:
+        key, mark = self.fields.ground_truth, self.fields.ground_truth_after
+        if not key:
             return None
-        value, mark = self._required(row, "ground_truth"), self.fields.ground_truth_after
+        value = self._required(row, key, "ground_truth")
         if not mark:
-            _check_numbers(value, line)
             return value
         if not isinstance(value, str):
-            raise BadRow(f"key '{self.fields.ground_truth}' must be text to look for '{mark}' in, not {_kind(value)}")
+            raise BadRow(f"key '{key}' must be text to look for '{mark}' in, not {_kind(value)}")
         _, found, answer = value.rpartition(mark)
         if not found or not answer.strip():
-            raise BadRow(f"key '{self.fields.ground_truth}' has no answer after '{mark}'")
+            raise BadRow(f"key '{key}' has no answer after '{mark}'")
         return answer.strip()
 
-    def _data_source(self, row: dict[str, Any]) -> bytes:
-        value, _ = _look_up(row, self.fields.data_source)
-        if not isinstance(value, str | None):
+    def _data_source(self, row: Mapping[str, Any]) -> bytes:
+        value = _look_up(row, self.fields.data_source)
+        if value is None or value is _MISSING:
+            return b""
+        if not isinstance(value, str):
             raise BadRow(f"key '{self.fields.data_source}' must be text, not {_kind(value)}")
-        return (value or "").encode()
+        return value.encode()
 
-    def _extra(self, row: dict[str, Any], line: bytes) -> dict[str, Any]:
-        value, _ = _look_up(row, self.fields.extra)
-        if not isinstance(value, dict | None):
+    def _extra(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
+        value = _look_up(row, self.fields.extra)
+        if value is None or value is _MISSING:
+            return None
+        if not isinstance(value, dict):
             raise BadRow(f"key '{self.fields.extra}' must be an object, not {_kind(value)}")
-        _check_numbers(value, line)
-        return value or {}
+        return value
 
-    def _required(self, row: dict[str, Any], field: str) -> Any:
-        key = getattr(self.fields, field)
-        value, found = _look_up(row, key)
-        if not found:
+    def _required(self, row: Mapping[str, Any], key: str, field: str) -> Any:
+        value = row.get(key)
+        if value is not None:
+            return value
+        value = _look_up(row, key)
+        if value is _MISSING:
             setting = f"{self.where}.fields.{field}"
-            raise BadRow(f"has no key '{key}' ({setting}); its keys are: {', '.join(map(repr, row)) or 'none'}")
+            raise BadRow(f"has no key '{key}' ({setting}); its keys are: {_keys_of(row)}")
         if value is None:
             raise BadRow(f"key '{key}' is null")
         return value
 
 
-def _object(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Strict: UTF-8, no NaN, no lone surrogates, no key twice, no deep nesting."""
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as e:
-        raise BadRow(_not_json(line, e)) from None
-    if not isinstance(row, dict):
-        raise BadRow(f"an object is needed, not {_kind(row)}")
-    # Every key brings a colon. No colon more than there are keys left: no key was dropped, and none stood twice.
-    # Colons inside strings may hide one, so such a line is read again, key by key, which takes three times as long.
-    if line.count(b":") != _keys(row):
-        json.loads(line, object_pairs_hook=_distinct)
-    return row
+def _dumps(value: Any) -> bytes:
+    """JSON. A copy of its own size: what the writer returns holds 4 KiB, however short it is."""
+    return b"%b" % orjson.dumps(value)
+
+
+_MISSING: Any = object()
+
+
+def _digest(*values: Any) -> bytes:
+    return xxhash.xxh3_128_digest(orjson.dumps(values, option=orjson.OPT_SORT_KEYS))
 
 
 def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
@@ -133,15 +172,48 @@ def _not_json(line: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 _TOO_DEEP = f"is nested too deeply: at most {DEEPEST} objects and lists may lie inside each other"
+_TOO_LARGE = "an integer is too large for 64 bits; write it as text"
 
 
-def _keys(value: Any, depth: int = 1) -> int:
-    """Keys of all objects in an object or list."""
-    if depth > DEEPEST:
-        raise BadRow(_TOO_DEEP)
-    if isinstance(value, dict):
-        return len(value) + sum(_keys(v, depth + 1) for v in value.values() if isinstance(v, dict | list))
-    return sum(_keys(v, depth + 1) for v in value if isinstance(v, dict | list))
+def _not_writable(error: orjson.JSONEncodeError) -> str:
+    return _TOO_LARGE if "64-bit" in str(error) else f"holds what JSON cannot: {error}"
+
+
+def _census(row: dict[str, Any]) -> tuple[int, bool]:
+    """How many keys all objects of a row have, and whether a number in it may be an integer beyond 64 bits."""
+    keys, large, depth = 0, False, 0
+    level: list[Any] = [row]
+    while level:
+        depth += 1
+        if depth > DEEPEST:
+            raise BadRow(_TOO_DEEP)
+        below: list[Any] = []
+        for value in level:
+            if type(value) is dict:
+                keys += len(value)
+                value = value.values()
+            for v in value:
+                kind = type(v)
+                if kind is str or kind is int:  # most are
+                    continue
+                if kind is dict or kind is list:
+                    below.append(v)
+                elif kind is float and not -_BEYOND_64_BITS < v < _BEYOND_64_BITS:
+                    large = True
+        level = below
+    return keys, large
+
+
+_SPACED_COLON = re.compile(rb'"[ \t\r\n]+:')
+
+
+def _surely_distinct(line: bytes, keys: int) -> bool:
+    """Whether no key can stand twice, of a line in whose objects `keys` keys are left.
+
+    Every key brings a colon behind a quote, perhaps with spaces between. If there are no more of them than keys are
+    left, none was dropped. A string may hold such colons too: then the line is read again, key by key.
+    """
+    return line.count(b":") == keys or (line.count(b'":') == keys and not _SPACED_COLON.search(line))
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -152,16 +224,23 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _look_up(row: dict[str, Any], path: str) -> tuple[Any, bool]:
-    """Value and whether it is there. The path as one key comes before its parts as nested keys."""
-    if path in row:
-        return row[path], True
-    value: Any = row
+def _look_up(row: Mapping[str, Any], path: str) -> Any:
+    """The value, or _MISSING. The path as one key comes before its parts as nested keys."""
+    value: Any = row.get(path, _MISSING)
+    if value is not _MISSING or "." not in path:
+        return value
+    value = row
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
-            return None, False
+            return _MISSING
         value = value[key]
-    return value, True
+    return value
+
+
+def _keys_of(row: Mapping[str, Any], most: int = 20, longest: int = 60) -> str:
+    shown = [repr(str(k)[:longest]) for k in list(row)[:most]]
+    more = f" and {len(row) - most} more" if len(row) > most else ""
+    return ", ".join(shown) + more or "none"
 
 
 def _check_chat(prompt: Any, key: str) -> None:
@@ -169,59 +248,20 @@ def _check_chat(prompt: Any, key: str) -> None:
         raise BadRow(f"the prompt (key '{key}') must be text or a list of chat messages, not {_kind(prompt)}")
     if not prompt:
         raise BadRow(f"the prompt (key '{key}') is a chat without messages")
+    said = False
     for i, message in enumerate(prompt):
         if not isinstance(message, dict):
             raise BadRow(f"message {i} of the chat must be an object, not {_kind(message)}")
-        for part in ("role", "content"):
-            value = message.get(part)
-            if not isinstance(value, str) and not (part == "content" and message.get("tool_calls")):
-                raise BadRow(f"message {i} of the chat needs a text '{part}', not {_kind(value)}")
-    if not any((m.get("content") or "").strip() or m.get("tool_calls") for m in prompt):
+        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+        if not isinstance(role, str):
+            raise BadRow(f"message {i} of the chat needs a text 'role', not {_kind(role)}")
+        if not isinstance(content, str) and not calls:
+            raise BadRow(f"message {i} of the chat needs a text 'content', not {_kind(content)}")
+        said = said or bool(calls) or not (content == "" or content.isspace())  # type: ignore[union-attr]
+    if not said:
         raise BadRow(f"the prompt (key '{key}') is a chat of empty messages")
-
-
-def _check_numbers(value: Any, line: bytes) -> None:
-    """The parser gives integers beyond 64 bits as the nearest float: an answer would change in silence."""
-    if _has_large(value):
-        json.loads(line, parse_int=_within_64_bits)
-
-
-def _has_large(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_large(v) for v in value.values())
-    if isinstance(value, list):
-        return any(_has_large(v) for v in value)
-    return isinstance(value, float) and abs(value) >= 2.0**63
-
-
-def _within_64_bits(digits: str) -> int:
-    value = int(digits) if len(digits) <= 20 else 2**64
-    if not -(2**63) <= value < 2**64:
-        raise BadRow("an integer is too large for 64 bits; write it as text")
-    return value
 
 
 def _kind(value: Any) -> str:
     names = {bool: "true or false", dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
-
-
-def read_rows(path: Path, data: Any, lines: Lines, parse: Callable[[bytes], Row]) -> Iterator[Row]:
-    """Every row of `data[start:stop]`; after the last one DataError, if any was bad, with the first ten and the count.
-
-    `data` gives bytes for a slice: `bytes` or `mmap`.
-    """
-    bad: list[str] = []
-    count = 0
-    for i, (start, stop, number) in enumerate(zip(lines.start, lines.stop, lines.number, strict=True)):
-        try:
-            yield parse(data[start:stop])
-        except BadRow as e:
-            count += 1
-            if len(bad) < SHOWN:
-                cut = i == len(lines) - 1 and not lines.whole and stop == len(data)
-                hint = " (the file ends here without a newline: is it cut short?)" if cut else ""
-                bad.append(f"  {path}:{number} (byte {start}): {e}{hint}")
-    if count:
-        shown = f"; the first {SHOWN}" if count > SHOWN else ""
-        raise DataError(f"{count} of {len(lines)} rows of {path} cannot be used{shown}:\n" + "\n".join(bad))
+    return names.get(type(value), "null" if value is None else f"a {type(value).__name__}")

@@ -170,3 +170,64 @@ def test_a_key_that_stands_twice_is_always_found(extra: Any, spaces: str) -> Non
         assert "stands twice" in refused(line)
     else:
         assert json.loads(parse(line).ground_truth) == json.loads(line)["answer"]
+
+
+def test_a_number_beyond_64_bits_harms_only_where_it_is_used() -> None:
+    large = str(2**70)
+    row = parse('{"prompt": "p", "answer": 1, "unused": [' + large + ", 1e300, -" + large + "]}")
+    assert row == Row(b'"p"', b"1", b"", b"{}")
+    chat = '{"prompt": [{"role": "user", "content": "c", "n": ' + large + '}], "answer": 1}'
+    assert "too large for 64 bits" in refused(chat)
+
+
+def test_colons_and_keys_in_text_are_no_keys() -> None:
+    """Also where that looks like a second key: what is read again, key by key, is the same row."""
+    text = '"a":"b", "prompt": "c" : d \\"e\\":'
+    row = parse({"prompt": text, "answer": text, "extra_info": {"x:y": text}})
+    assert (json.loads(row.prompt), json.loads(row.ground_truth)) == (text, text)
+    assert json.loads(row.extra) == {"x:y": text}
+
+
+def test_a_long_list_of_keys_is_cut() -> None:
+    reason = refused({f"k{i}": 1 for i in range(1000)})
+    assert reason.endswith("'k18', 'k19' and 980 more")
+    assert len(refused({"k" * 10_000: 1})) < 200
+
+
+def test_rows_of_other_formats_come_as_objects() -> None:
+    parser = RowParser(LoaderConfig(path="x"), "loader")
+    assert parser.columns({"prompt": "p", "answer": 1.5}) == Row(b'"p"', b"1.5", b"", b"{}")
+    with pytest.raises(BadRow, match="holds what JSON cannot: Type is not JSON serializable: bytes"):
+        parser.columns({"prompt": "p", "answer": b"raw"})
+
+
+def test_keys_change_with_what_they_stand_for() -> None:
+    def keys(**settings: Any) -> tuple[bytes, bytes]:
+        parser = RowParser(LoaderConfig(path="x", **settings), "loader")
+        return parser.verdict_key(), parser.columns_key()
+
+    plain = keys()
+    assert plain == keys() == keys(batch_size=5, shuffle=False)
+    assert all(len(k) == 16 for k in plain)
+    fields = ({"prompt": "q"}, {"ground_truth": "q"}, {"ground_truth_after": "#"}, {"data_source": "q"}, {"extra": "q"})
+    others = [keys(fields=FieldNames(**f)) for f in fields]
+    assert len({plain, *others}) == len({k[0] for k in (plain, *others)}) == len({k[1] for k in (plain, *others)}) == 6
+    chat, one, two = keys(chat=True), keys(system_prompt="a"), keys(system_prompt="b")
+    assert chat[0] == plain[0]  # the same rows are bad
+    assert one[0] == two[0] != plain[0]  # a chat with a system message of its own is
+    assert len({plain[1], chat[1], one[1], two[1]}) == 4
+
+
+def test_what_is_kept_of_a_row_is_as_large_as_it_is() -> None:
+    """The JSON writer's own result holds 4 KiB, however short it is."""
+    line, parser = b'{"prompt": "p", "answer": 1}', RowParser(LoaderConfig(path="x"), "loader")
+    parser(line)
+    rss = resident()
+    rows = [parser(line) for _ in range(20_000)]
+    assert resident() - rss < 20_000 * 700
+    assert len(rows) == 20_000
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
