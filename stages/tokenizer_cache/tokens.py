@@ -12,7 +12,7 @@ from pipeline.errors import Problem, near
 from pipeline.plan import Facts
 from pipeline.records import Ragged
 from stages.model import Model
-from stages.records import PromptBatch, TokenBatch
+from stages.records import PromptBatch, TokenBatch, no_keys
 from stages.tokenizer_cache import TokenizerCache, TokenizerCacheConfig
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ModelTokenizerCache(TokenizerCache):
         carried = {f.name: getattr(prompts, f.name) for f in fields(PromptBatch)}
         tokens = Ragged.of(ids, np.int32)
         tokens.values.flags.writeable = False
-        return TokenBatch(**carried, prompt_ids=tokens)
+        return TokenBatch(**carried, prompt_ids=tokens, prompt_key=no_keys(len(prompts)))
 
     def count(self, prompts: PromptBatch, *, hits: int, size: int, evictions: int) -> None:
         """The metrics of one call; evaluation is not counted."""

@@ -14,6 +14,7 @@ from pipeline import registry
 from pipeline.context import Context
 from pipeline.metrics import summarise
 from pipeline.registry import Entry
+from stages.arena import Arena
 from stages.model.hf import HfModel, HfModelConfig
 from stages.records import PromptBatch, Sampling, TokenBatch
 from stages.tokenizer_cache import TokenizerCache
@@ -27,6 +28,11 @@ Open = Callable[..., TokenizerCache]
 @pytest.fixture(params=registry.entries("tokenizer_cache"), ids=lambda e: e.name)
 def entry(request: pytest.FixtureRequest) -> Entry:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +129,7 @@ def test_long_prompts_are_cut_on_the_side_that_is_named(open_cache: Open, trunca
 
 def test_a_limit_that_is_not_reached_changes_nothing(open_cache: Open) -> None:
     prompts = prompt_batch(["<user>a", "bb"])
-    assert open_cache(max_prompt_tokens=4096).run(prompts).same(open_cache().run(prompts))
+    assert ids(open_cache(max_prompt_tokens=4096).run(prompts)) == ids(open_cache().run(prompts))
 
 
 def test_a_long_prompt_is_refused_by_row_and_lengths(open_cache: Open) -> None:
@@ -145,6 +151,29 @@ def test_metrics_are_of_training_only(open_cache: Open) -> None:
     measured = summarise(cache.ctx.meter.drain())
     assert set(measured) == {"tokenizer_cache/hit_ratio", "tokenizer_cache/bytes", "tokenizer_cache/evictions"}
     assert measured["tokenizer_cache/hit_ratio"] == 0
+
+
+def test_a_key_names_the_ids_in_the_runs_arena_or_nothing(open_cache: Open) -> None:
+    """What other processes of the run find under the key of a row are the row's ids."""
+    cache = open_cache()
+    for prompts in (["a", "bb", "a"], ["bb", "c"]):
+        batch = cache.run(prompt_batch(prompts))
+        arena = Arena.of_run(cache.ctx.run_dir)
+        for key, wanted in zip(batch.prompt_key, ids(batch), strict=True):
+            if key.any():
+                assert arena is not None
+                [found] = arena.get_many([key.tobytes()])
+                assert found is not None
+                assert found.tolist() == wanted
+    keys = [k.tobytes() for k in batch.prompt_key]
+    assert len(set(keys)) in (1, 2)  # none, or one a prompt
+
+
+def test_advice_is_a_sentence_each(open_cache: Open) -> None:
+    cache = open_cache()
+    assert cache.advice() == []
+    cache.run(prompt_batch(["a"]))
+    assert all(isinstance(a, str) and a and "\n" not in a for a in cache.advice())
 
 
 def test_there_is_no_state(open_cache: Open) -> None:
