@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 from pipeline.context import Context
 from pipeline.metrics import Samples
 from pipeline.process import Child
-from pipeline.records import Rows, Snapshot
+from pipeline.records import Packed, Rows, Snapshot, Unresolved
 from pipeline.registry import PartSpec
 from pipeline.stage import Stage
 
@@ -26,8 +26,16 @@ def place(spec: PartSpec, placement: Placement) -> Stage:
     return ProcessStage(spec) if placement is Placement.process else spec.build()
 
 
+class _NotHere(LookupError):
+    """The answer of the other process where a packed record names what it cannot find: the stage was not called."""
+
+
 class ProcessStage(Stage):
-    """A stage in a process of its own. Records cross by shared memory, metrics come back with each answer."""
+    """A stage in a process of its own. Records cross by shared memory, metrics come back with each answer.
+
+    A record may be packed: it names columns that both processes can find, instead of sending them. Where the other
+    process does not find all of them, it says so before the stage is touched, and gets the whole record.
+    """
 
     def __init__(self, spec: PartSpec):
         self._spec = spec
@@ -54,17 +62,39 @@ class ProcessStage(Stage):
         self.ctx.meter.absorb(samples)
         return result
 
-    def run(self, **records: Any) -> Rows:
-        return self._call("run", **records)
+    def run(self, **records: Rows) -> Rows:
+        return self._with_records("run", records)
 
-    def learn(self, **records: Any) -> None:
-        self._call("learn", **records)
+    def learn(self, **records: Rows) -> None:
+        self._with_records("learn", records)
 
-    def stream(self, **records: Any) -> Iterator[Rows]:
-        for part, samples in self._opened().stream("stream", records):
+    def _with_records(self, method: str, records: Mapping[str, Rows]) -> Any:
+        try:
+            return self._call(method, **self._packed(records))
+        except _NotHere:
+            pass
+        return self._call(method, **self._whole(records))
+
+    def stream(self, **records: Rows) -> Iterator[Rows]:
+        try:
+            yield from self._stream(self._packed(records))
+            return
+        except _NotHere:  # it comes before the first part
+            pass
+        yield from self._stream(self._whole(records))
+
+    def _stream(self, sent: Mapping[str, Packed]) -> Iterator[Rows]:
+        for part, samples in self._opened().stream("stream", sent):
             self.ctx.meter.absorb(samples)
             if part is not None:
                 yield part
+
+    def _packed(self, records: Mapping[str, Rows]) -> Mapping[str, Packed]:
+        return {name: r.pack(self.ctx) for name, r in records.items()}
+
+    def _whole(self, records: Mapping[str, Rows]) -> Mapping[str, Packed]:
+        self.ctx.meter.add(f"{self.ctx.node}/sent_again", sum(map(len, records.values())), "sum")
+        return records
 
     def publish(self) -> Snapshot:
         return self._call("publish")
@@ -81,12 +111,15 @@ class ProcessStage(Stage):
     def export(self, folder: str) -> None:
         self._call("export", folder)
 
+    def advice(self) -> list[str]:
+        return self._call("advice")
+
 
 class _Host:
     """In the child: the real stage."""
 
     def __init__(self, spec: PartSpec, ctx: Context):
-        self._meter = ctx.meter
+        self._ctx, self._meter = ctx, ctx.meter
         self._stage: Stage = spec.build()
         try:
             self._stage.open(ctx)
@@ -94,13 +127,23 @@ class _Host:
             self._stage.close()
             raise
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Samples]:
-        return getattr(self._stage, method)(*args, **kwargs), self._meter.drain()
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Packed]) -> tuple[Any, Samples]:
+        """`kwargs` are records."""
+        return getattr(self._stage, method)(*args, **self._unpacked(kwargs)), self._meter.drain()
 
-    def stream(self, records: dict[str, Any]) -> Iterator[tuple[Rows | None, Samples]]:
-        for part in self._stage.stream(**records):
+    def stream(self, packed: dict[str, Packed]) -> Iterator[tuple[Rows | None, Samples]]:
+        for part in self._stage.stream(**self._unpacked(packed)):
             yield part, self._meter.drain()
         yield None, self._meter.drain()
+
+    def _unpacked(self, packed: Mapping[str, Packed]) -> dict[str, Rows]:
+        try:
+            records = {name: p.unpack(self._ctx) for name, p in packed.items()}
+        except Unresolved as e:
+            raise _NotHere(*e.args) from e
+        if named := sum(p.named for p in packed.values()):
+            self._meter.add(f"{self._ctx.node}/by_reference", named, "sum")
+        return records
 
     def close(self) -> None:
         self._stage.close()

@@ -68,7 +68,7 @@ class Program:
     # -- the run ---------------------------------------------------------------------------------------------
 
     def execute(self) -> None:
-        """All steps, with evaluations before, during and after, and the export of what was learned."""
+        """All steps, with evaluations before, during and after; then the export of what was learned, and advice."""
         run, every = self.plan.root.run, self.plan.root.eval.every
         try:
             self.tracker.start(self.plan, self.run_dir)
@@ -83,9 +83,19 @@ class Program:
             for node, stage in self.stages.items():
                 with self.blame(node, run.steps):
                     stage.export(str(self.run_dir / "final"))
-            self.tracker.finish()
+            self.tracker.finish(self._advice())
         finally:
             self.tracker.close()
+
+    def _advice(self) -> list[str]:
+        """What the stages advise; if anything, also as lines of `advice.txt`."""
+        lines: list[str] = []
+        for node, stage in self.stages.items():
+            with self.blame(node, self.plan.root.run.steps):
+                lines += [f"{node}: {sentence}" for sentence in stage.advice()]
+        if lines:
+            (self.run_dir / "advice.txt").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+        return lines
 
     def _finish_step(self, step: int, records: Mapping[str, Rows], evaluated: Mapping[str, Rows]) -> None:
         self.meter.add("memory/peak_gb", peak_gb(), "max")

@@ -16,9 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any, Self, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, Self, get_type_hints
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from pipeline.context import Context
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +153,23 @@ def _columns(cls: type[Record]) -> tuple[str, ...]:
     return tuple(n for n, kind in _kinds(cls).items() if kind in (np.ndarray, Ragged))
 
 
+class Unresolved(LookupError):
+    """What a packed record left out is not to be found here."""
+
+
+class Packed(Protocol):
+    """What is sent to another process of the run in place of a record, with names for what is to be found there."""
+
+    @property
+    def named(self) -> int:
+        """How many rows are found by name, in whole or in part."""
+        ...
+
+    def unpack(self, ctx: Context) -> Rows:
+        """The record, equal to the last byte, or Unresolved. `ctx` is that of the node that receives it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows(Record):
     """A record of B rows.
@@ -177,6 +197,17 @@ class Rows(Record):
 
     def __len__(self) -> int:
         return len(self.row_id)
+
+    @property
+    def named(self) -> int:
+        return 0
+
+    def pack(self, ctx: Context) -> Packed:
+        """What another process of the run is sent: this record, unless it knows columns that can be found there."""
+        return self
+
+    def unpack(self, ctx: Context) -> Rows:
+        return self
 
     def shared(self) -> dict[str, Any]:
         """What all rows have in common."""

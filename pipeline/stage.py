@@ -122,6 +122,10 @@ class Stage(Part):
     def export(self, folder: str) -> None:
         """Write what a user keeps of this stage into `folder` at the end of a run; most have nothing."""
 
+    def advice(self) -> list[str]:
+        """What a user should set otherwise next time, seen from this run, a sentence each; asked for at a good end."""
+        return []
+
 
 @dataclass(frozen=True, slots=True)
 class Port:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,8 +31,8 @@ class Tracker(Component):
         """`records` of the forward phase by node."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """The run ended well."""
+    def finish(self, advice: Sequence[str]) -> None:
+        """The run ended well. `advice` is what the stages say of their settings, each with the name of its node."""
 
     @abstractmethod
     def close(self) -> None:

@@ -9,14 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from pipeline.errors import Problem
-from pipeline.records import Ragged, Rows
+from pipeline.records import Packed, Ragged, Rows
+from stages import by_reference
+
+if TYPE_CHECKING:
+    from pipeline.context import Context
 
 Purpose = Literal["train", "eval"]
+
+KEY_BYTES = 16
+"""Length of the name of a prompt's token ids."""
+
+
+def no_keys(rows: int) -> np.ndarray:
+    """The `prompt_key` of rows whose ids are kept nowhere."""
+    return np.zeros((rows, KEY_BYTES), np.uint8)
 
 
 class Status(IntEnum):
@@ -87,20 +99,37 @@ class PromptBatch(TaskRows):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenBatch(TaskRows):
-    """From a tokenizer cache: the prompts with their token ids.
+class PromptTokens(TaskRows):
+    """Rows that know the token ids of their prompt.
 
     `prompt_ids`: int32 [N], the rendered prompt exactly as the policy will see it, special tokens included.
+    `prompt_key`: uint8 [B, 16], the name under which a token cache keeps those ids; all zero: kept nowhere.
     """
 
     prompt_ids: Ragged
+    prompt_key: np.ndarray
+
+    def __post_init__(self) -> None:
+        super(PromptTokens, self).__post_init__()  # a slotted dataclass is made anew, unknown to the bare super()
+        key = self.prompt_key
+        if key.dtype != np.uint8 or key.shape != (len(self), KEY_BYTES):
+            what = f"{type(self).__name__}.prompt_key must be uint8 [{len(self)}, {KEY_BYTES}]"
+            raise ValueError(f"{what}; got {key.dtype} {key.shape}")
+
+    def pack(self, ctx: Context) -> Packed:
+        return by_reference.pack(self, ctx)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RolloutBatch(TaskRows):
+class TokenBatch(PromptTokens):
+    """From a tokenizer cache: the prompts with their token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutBatch(PromptTokens):
     """From a rollout: `n` rows a prompt, `row_id == group_id * n + sample`.
 
-    `prompt_ids`, `response_ids`: int32; the response exactly as sampled, with its end token if it made one.
+    `response_ids`: int32, the response exactly as sampled, with its end token if it made one.
     `log_probs`: float32, of each response token under the sampling temperature, before top-k, top-p and
     min-p (greedy: under temperature 1); NaN where an engine cannot tell. Sampled at `temperature`.
     `loss_mask`: bool, the tokens the policy itself chose (tool output and the like is False).
@@ -110,7 +139,6 @@ class RolloutBatch(TaskRows):
     """
 
     temperature: float
-    prompt_ids: Ragged
     response_ids: Ragged
     log_probs: Ragged
     loss_mask: Ragged

@@ -14,6 +14,7 @@ from pipeline.config import RootConfig
 from pipeline.plan import Facts
 from pipeline.records import Ragged
 from stages.records import (
+    KEY_BYTES,
     AdvantageBatch,
     Finish,
     LogProbBatch,
@@ -25,9 +26,11 @@ from stages.records import (
     Status,
     TokenBatch,
     ValueBatch,
+    no_keys,
 )
 
 Ids = Sequence[Sequence[int]]
+Keys = Sequence[bytes]
 Floats = Sequence[Sequence[float]]
 
 
@@ -62,6 +65,13 @@ def _task(
         "data_source": Ragged.texts([data_source] * rows),
         "extra": Ragged.jsons(spread(extra if extra is not None else [{} for _ in prompts])),
     }
+
+
+def _keys(keys: Keys | None, prompts: int, n: int) -> np.ndarray:
+    """One key of 16 bytes a prompt, for its n rows; None: kept nowhere."""
+    if keys is None:
+        return no_keys(prompts * n)
+    return np.repeat(np.frombuffer(b"".join(keys), np.uint8).reshape(prompts, KEY_BYTES), n, axis=0)
 
 
 def _per_token(ids: Ragged, values: Any, dtype: Any) -> Ragged:
@@ -101,6 +111,7 @@ def token_batch(
     prompts: Sequence[Any] | None = None,
     answers: Sequence[Any] | None = None,
     *,
+    keys: Keys | None = None,
     step: int = 1,
     purpose: Purpose = "train",
     sampling: Sampling | None = None,
@@ -111,7 +122,7 @@ def token_batch(
     """One row a prompt, given as token ids; the text of a prompt defaults to its position."""
     texts = prompts if prompts is not None else [f"prompt {i}" for i in range(len(prompt_ids))]
     task = _task(texts, answers, 1, step, purpose, sampling, data_source, extra, first_row)
-    return TokenBatch(**task, prompt_ids=Ragged.of(prompt_ids, np.int32))
+    return TokenBatch(**task, prompt_ids=Ragged.of(prompt_ids, np.int32), prompt_key=_keys(keys, len(prompt_ids), 1))
 
 
 def rollout_batch(
@@ -119,6 +130,7 @@ def rollout_batch(
     response_ids: Ids,
     *,
     n: int = 1,
+    keys: Keys | None = None,
     log_probs: Floats | None = None,
     loss_mask: Sequence[Sequence[bool]] | None = None,
     turn: Ids | None = None,
@@ -137,7 +149,7 @@ def rollout_batch(
     extra: Sequence[Any] | None = None,
     first_row: int = 0,
 ) -> RolloutBatch:
-    """`prompt_ids`, `prompts`, `answers`, `extra`: one a prompt. Everything else: one a row, n rows a prompt.
+    """`prompt_ids`, `keys`, `prompts`, `answers`, `extra`: one a prompt. Everything else: one a row, n rows a prompt.
 
     Log-probs default to -1, the mask to True, the response's text to its ids in decimal, all rows to OK.
     """
@@ -151,6 +163,7 @@ def rollout_batch(
         **_task(texts, answers, n, step, purpose, sampling, data_source, extra, first_row),
         temperature=temperature,
         prompt_ids=Ragged.of([p for p in prompt_ids for _ in range(n)], np.int32),
+        prompt_key=_keys(keys, len(prompt_ids), n),
         response_ids=ids,
         log_probs=_per_token(ids, -1.0 if log_probs is None else log_probs, np.float32),
         loss_mask=_per_token(ids, True if loss_mask is None else loss_mask, np.bool_),

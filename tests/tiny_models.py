@@ -54,6 +54,27 @@ def save_model(folder: Path, module: PreTrainedModel | None = None, *, seed: int
     return folder
 
 
+def save_classifier(folder: Path, kind: str = "llama", *, seed: int = 0, **config: Any) -> Path:
+    """A reward model folder with random weights: `kind` llama (pools the last token that is not padding) or bert (the
+    first). Its tokenizer is that of tests/tiny_tokenizers.py with whatever `write_tokenizer` makes beforehand."""
+    from transformers import BertConfig, BertForSequenceClassification, LlamaForSequenceClassification
+
+    from tests.tiny_tokenizers import EOS, PAD, SPECIAL, write_tokenizer
+
+    size = {"vocab_size": len(SPECIAL) + 256, "pad_token_id": PAD, "num_labels": 1} | config
+    torch.manual_seed(seed)
+    if kind == "llama":
+        module: Any = LlamaForSequenceClassification(llama_config(**{"eos_token_id": EOS} | size))
+    else:
+        shape = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 128}
+        limits = {"max_position_embeddings": 128, "initializer_range": 0.15}
+        module = BertForSequenceClassification(BertConfig(**(shape | limits | size)))
+    module.save_pretrained(folder)
+    if not (folder / "tokenizer.json").exists():
+        write_tokenizer(folder)
+    return folder
+
+
 def set_generation_config(folder: Path, **values: Any) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ENDS), **values}))
 

@@ -39,12 +39,20 @@ class Model(Component):
         """The folder's `config.json`; {} if there is none."""
 
     @abstractmethod
+    def at(self, path: str, dtype: str) -> Model:
+        """A component of this kind for another folder; as cheap as a constructor."""
+
+    @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The folder's tokenizer; it must be a fast one."""
 
     @abstractmethod
     def load(self, device: str) -> PreTrainedModel:
         """The model in eval mode, in the configured dtype, on `device`."""
+
+    @abstractmethod
+    def load_classifier(self, device: str) -> PreTrainedModel:
+        """As `load`, for a folder that holds a model of whole sequences: it gives a logit for each label."""
 
     @property
     @abstractmethod
@@ -61,6 +69,11 @@ class Model(Component):
 
         All prompts go to the Rust tokenizer in one call. ValueError if a chat comes and there is no template.
         """
+
+    @abstractmethod
+    def fingerprint(self) -> bytes:
+        """16 bytes over all that decides what `render` gives, apart from the prompt; the same in every process and on
+        every machine. Cheap: it loads no tokenizer."""
 
     @abstractmethod
     def save(self, module: PreTrainedModel | torch.nn.Module, folder: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from pipeline.plan import Facts
 from pipeline.registry import backend
 from pipeline.stage import setting
 from stages.model import Model, context_length, text_config
+from stages.model.fingerprint import of_folder
 from stages.paths import resolve
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ class HfModel(Model):
     @property
     def dtype_name(self) -> str:
         return self.cfg.dtype
+
+    def at(self, path: str, dtype: str) -> HfModel:
+        return type(self)(replace(self.cfg, path=path, dtype=dtype, attn_implementation="sdpa"))
 
     def config(self) -> dict[str, Any]:
         return _json_object(Path(self.path) / "config.json")
@@ -87,14 +91,26 @@ class HfModel(Model):
         return self._tokenizer
 
     def load(self, device: str) -> PreTrainedModel:
-        import torch
         from transformers import AutoModelForCausalLM
 
+        module = self._load(AutoModelForCausalLM, device, self.cfg.attn_implementation)
+        module.generation_config = self._plain_generation_config()
+        return module
+
+    def load_classifier(self, device: str) -> PreTrainedModel:
+        """With the attention that transformers finds best: an encoder may know fewer kinds."""
+        from transformers import AutoModelForSequenceClassification
+
+        return self._load(AutoModelForSequenceClassification, device, None)
+
+    def _load(self, kind: Any, device: str, attention: str | None) -> PreTrainedModel:
+        import torch
+
         with _no_progress_bar():
-            module, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            module, info = kind.from_pretrained(
                 self.path,
                 dtype=getattr(torch, self.cfg.dtype),
-                attn_implementation=self.cfg.attn_implementation,
+                attn_implementation=attention,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -103,7 +119,6 @@ class HfModel(Model):
         lost = [*info["missing_keys"], *(str(k) for k in info["mismatched_keys"])]
         if lost:  # transformers would fill them with random numbers
             raise ValueError(f"{self.path} lacks weights of {type(module).__name__}: {', '.join(sorted(lost)[:8])}")
-        module.generation_config = self._plain_generation_config()
         return module.to(device).eval()
 
     def end_ids(self) -> tuple[int, ...]:
@@ -122,6 +137,9 @@ class HfModel(Model):
             for i, ids in zip(places, _encode(tokenizer, texts, special=not is_chat), strict=True):
                 out[i] = ids
         return out
+
+    def fingerprint(self) -> bytes:
+        return of_folder(self.path)
 
     def save(self, module: PreTrainedModel | torch.nn.Module, folder: str) -> None:
         from transformers import PreTrainedModel

@@ -15,8 +15,6 @@ class RewardConfig:
     """Settings of every reward."""
 
     target: str = setting("", doc="if an answer is an object of several answers: which of them is asked for")
-    timeout_s: float = setting(10.0, above=0, doc="seconds one row may take before it is unscored")
-    workers: int = setting(1, min=1, doc="worker processes that score rows")
 
 
 class Reward(Stage):

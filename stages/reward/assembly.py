@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from pipeline.context import Context
 from pipeline.metrics import Meter
 from pipeline.records import Ragged
+from pipeline.stage import setting
 from stages.records import Purpose, RewardBatch, RolloutBatch, Status
 from stages.reward import Reward, RewardConfig
 from stages.reward.workers import Outcome, Sample, Scorer, ScorerPool
@@ -25,17 +27,25 @@ SURE_ROWS = 64
 """So many rows that could not be scored, from the first one on, are an error of the reward."""
 
 
+@dataclass(slots=True, kw_only=True)
+class WorkerRewardConfig(RewardConfig):
+    """Settings of rewards that score rows in worker processes."""
+
+    timeout_s: float = setting(10.0, above=0, doc="seconds one row may take before it is unscored")
+    workers: int = setting(1, min=1, doc="worker processes that score rows")
+
+
 class WorkerReward(Reward):
     """A reward whose rows are scored by a scorer in worker processes.
 
     From step to step it keeps only whether anything was ever right with its settings, to complain early if not.
     """
 
-    def __init__(self, cfg: RewardConfig):
+    def __init__(self, cfg: WorkerRewardConfig):
         self.cfg = cfg
         self._pool: ScorerPool | None = None
         self._answers = Answers(cfg.target)
-        self._scored, self._unscored = 0, 0
+        self._outcomes = Outcomes()
 
     @abstractmethod
     def scorer(self) -> tuple[Callable[..., Scorer], tuple[Any, ...]]:
@@ -77,12 +87,20 @@ class WorkerReward(Reward):
         for (i, _), outcome in zip(to_score, self._pool.score([s for _, s in to_score]), strict=True):
             outcomes[i] = outcome
         rewards = assemble(rollouts, outcomes)
-        self._complain_if_never_scored(outcomes)
+        self._outcomes.complain_if_never_scored(outcomes)
         measure(self.ctx.meter, rewards, rollouts.purpose)
         return rewards
 
-    def _complain_if_never_scored(self, outcomes: Sequence[Outcome | None]) -> None:
-        """A row without a score is data. If no row ever had one, the reward is broken, and nothing would be learned."""
+
+class Outcomes:
+    """Counts rows with and without a score. A row without one is data. If no row ever had one, the reward is broken,
+    and nothing would be learned."""
+
+    def __init__(self) -> None:
+        self._scored = self._unscored = 0
+
+    def complain_if_never_scored(self, outcomes: Sequence[Outcome | None]) -> None:
+        """`outcomes` are those of one more call."""
         reasons = [o.reason for o in outcomes if o and o.reason]
         self._scored += sum(1 for o in outcomes if o and not o.reason)
         self._unscored += len(reasons)

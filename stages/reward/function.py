@@ -11,14 +11,13 @@ from pipeline.plan import Facts
 from pipeline.registry import backend
 from pipeline.stage import setting
 from stages.paths import resolve
-from stages.reward import RewardConfig
-from stages.reward.assembly import WorkerReward
+from stages.reward.assembly import WorkerReward, WorkerRewardConfig
 from stages.reward.userfile import FunctionScorer, flaws
 from stages.reward.workers import Scorer
 
 
 @dataclass(slots=True, kw_only=True)
-class FunctionRewardConfig(RewardConfig):
+class FunctionRewardConfig(WorkerRewardConfig):
     """Settings of the function reward."""
 
     path: str = setting(doc="a Python file")

@@ -12,8 +12,7 @@ from pipeline.errors import Problem
 from pipeline.plan import Facts
 from pipeline.registry import backend
 from pipeline.stage import setting
-from stages.reward import RewardConfig
-from stages.reward.assembly import WorkerReward
+from stages.reward.assembly import WorkerReward, WorkerRewardConfig
 from stages.reward.rules import RuleScorer
 from stages.reward.workers import Scorer
 
@@ -31,7 +30,7 @@ class RuleWeights:
 
 
 @dataclass(slots=True, kw_only=True)
-class RuleRewardConfig(RewardConfig):
+class RuleRewardConfig(WorkerRewardConfig):
     """Settings of the rule reward."""
 
     weights: RuleWeights = setting(RuleWeights, doc="the score is the sum of weight times part")

@@ -144,6 +144,7 @@ def assemble(
         extra=task.extra,
         temperature=settings.params.temperature,
         prompt_ids=task.prompt_ids,
+        prompt_key=task.prompt_key,
         response_ids=ids,
         log_probs=Ragged.of([d.log_probs for d in drafts], np.float32),
         loss_mask=ids.with_values(np.ones(len(ids.values), bool)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,7 @@ class ConsoleTracker(Tracker):
         else:
             print(f"step {step}/{self._total}  {shown}", flush=True)
 
-    def finish(self) -> None:
+    def finish(self, advice: Sequence[str]) -> None:
         self._stop_bar()
         if self._evals:
             (_, before), (last, after) = self._evals[0], self._evals[-1]
@@ -107,6 +107,8 @@ class ConsoleTracker(Tracker):
         self._console.print(self._time_table())
         for name, values in self._ratios.items():
             self._console.print(f"{name}: {sum(values) / len(values):.3f} (mean over steps)")
+        if advice:
+            self._console.print("\n  ".join(["advice, also in advice.txt:", *advice]), markup=False)
         if self._failed:
             self._console.print(f"[yellow]{self._failed:.0f} rollouts failed: see rollouts.jsonl[/yellow]")
         if self._unscored:

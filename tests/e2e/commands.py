@@ -232,7 +232,7 @@ def numbers(run_dir: Path, without: Iterable[str] = ()) -> list[dict[str, Any]]:
     """The metrics of each step without clocks and memory, and without names that start with one of `without`."""
     dropped = ("time/", "memory/", *without)
     return [
-        {k: v for k, v in step.items() if not k.startswith(dropped) and not k.endswith("_per_s")}
+        {k: v for k, v in step.items() if not k.startswith(dropped) and not k.endswith("_s")}
         for step in lines(run_dir / "metrics.jsonl")
     ]
 

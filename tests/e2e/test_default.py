@@ -111,10 +111,17 @@ def test_it_learns(ended: Ended, run_dir: Path):
 
 
 def test_the_run_directory_holds_what_is_promised_and_no_more(run_dir: Path):
-    promised = {"plan.json", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "run.log", "environment.json", "final"}
+    texts = {"plan.json", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "run.log", "environment.json", "advice.txt"}
 
-    assert {p.name for p in run_dir.iterdir()} == promised
+    assert {p.name for p in run_dir.iterdir()} == texts | {"final"}
     assert (run_dir / "final" / "model.safetensors").stat().st_size > 100_000
+
+
+def test_advice_is_told_and_written(ended: Ended, run_dir: Path):
+    advice = (run_dir / "advice.txt").read_text("utf-8").splitlines()
+
+    assert any(line.startswith("tokenizer_cache: ") for line in advice)
+    assert [line for line in advice if f"  {line}\n" not in ended.out] == []
 
 
 def test_metrics_have_the_names_of_the_design(run_dir: Path):

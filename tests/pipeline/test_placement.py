@@ -10,7 +10,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +22,12 @@ from pipeline.errors import StageError
 from pipeline.metrics import Meter, summarise
 from pipeline.placement import Placement, ProcessStage, place
 from pipeline.program import Program
+from pipeline.records import Unresolved
+from pipeline.registry import PartSpec
 from tests.pipeline.conftest import toy
+from tests.pipeline.stages_for_tests import LosingScorer, NegateScorerConfig
 from tests.pipeline.test_process import ROOT
-from tests.pipeline.test_runners import assert_same, steps
+from tests.pipeline.test_runners import assert_same, steps, untimed
 from tests.processes import shm_left, shm_names, wait_gone
 
 
@@ -45,6 +50,86 @@ def test_local_is_the_stage_itself() -> None:
 def test_every_node_in_a_process_gives_the_same_records_and_metrics(tmp_path: Path, runner: str) -> None:
     common = ["double=streaming", "run.steps=2"]
     assert_same(steps(tmp_path, *common, f"runner={runner}", EVERY), steps(tmp_path, *common))
+
+
+# -- records that name columns instead of sending them ----------------------------------------------------------
+
+NAMED_METRICS = ("/by_reference", "/sent_again")
+APART = ("double", "scorer", "second", "judge", "learner")
+"""The nodes that take numbers."""
+
+
+def in_run_dir(run_dir: Path, *overrides: str) -> tuple[list[Any], dict[str, float]]:
+    """As `steps`, in a given run directory; what was named or sent again is apart, added up over the steps."""
+    run_dir.mkdir(exist_ok=True)
+    out, named = [], dict[str, float]()
+    with Program(toy(*overrides), run_dir) as program:
+        for _, records in program.runner.steps(program, first=1, count=program.plan.root.run.steps):
+            metrics = untimed(program.meter.drain())
+            for name in [n for n in metrics if n.endswith(NAMED_METRICS)]:
+                named[name] = named.get(name, 0) + metrics.pop(name)
+            out.append((records, metrics))
+    return out, named
+
+
+@pytest.mark.parametrize("runner", ["sync", "overlap"])
+def test_what_both_processes_can_find_is_named_and_not_sent(tmp_path: Path, runner: str) -> None:
+    common = ["double=streaming", "double.most=2", "run.steps=3"]
+    plain, none = in_run_dir(tmp_path / "local", *common)
+    (tmp_path / "apart" / "notes").mkdir(parents=True)
+    apart, named = in_run_dir(tmp_path / "apart", *common, f"runner={runner}", placed(*APART))
+    assert_same(apart, plain)
+    assert none == {}
+    assert named.keys() == {f"{n}/by_reference" for n in APART}
+    assert named["double/by_reference"] == named["judge/by_reference"] == 3 * 6
+    assert named["learner/by_reference"] == 3 * 6 * 2, "run and learn"
+
+
+@pytest.mark.parametrize("runner", ["sync", "overlap"])
+def test_what_is_not_found_is_sent_whole(tmp_path: Path, runner: str) -> None:
+    """The stage is called once all the same: a learner that learned twice would have another weight."""
+    common = ["double=streaming", "double.most=2", "run.steps=2"]
+    plain, _ = in_run_dir(tmp_path / "local", *common)
+    (tmp_path / "apart" / "notes").mkdir(parents=True)
+    (tmp_path / "apart" / "notes" / "full").touch()
+    apart, named = in_run_dir(tmp_path / "apart", *common, f"runner={runner}", placed(*APART))
+    assert_same(apart, plain)
+    assert named.keys() == {f"{n}/sent_again" for n in APART}
+    assert named["double/sent_again"] == 2 * 6
+
+
+def test_a_name_that_gets_lost_between_two_steps(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    numbers, _ = opened(tmp_path, "source")
+    double, ctx = opened(tmp_path, "double")
+    try:
+        first, second = numbers.run(), numbers.run()
+        made = [double.run(numbers=first)]
+        (tmp_path / "notes" / "full").touch()
+        made.append(double.run(numbers=second))
+        assert [m.same(replace(n, value=n.value * 2)) for m, n in zip(made, (first, second), strict=True)] == [True] * 2  # type: ignore[attr-defined]
+        kept = {n: v for n, v in summarise(ctx.meter.drain()).items() if n.endswith(NAMED_METRICS)}
+        assert kept == {"double/by_reference": 6, "double/sent_again": 6}
+    finally:
+        double.close()
+        numbers.close()
+
+
+def test_an_error_of_the_stage_itself_is_not_taken_for_a_lost_name(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    numbers, ctx = opened(tmp_path, "source")
+    scorer = ProcessStage(PartSpec("scorer", LosingScorer, NegateScorerConfig(), {}))
+    try:
+        scorer.open(ctx)
+        with pytest.raises(Unresolved, match="the stage's own"):
+            scorer.run(numbers=numbers.run())
+        assert (tmp_path / "calls").read_text() == "."
+    finally:
+        scorer.close()
+        numbers.close()
+
+
+# -- the process -------------------------------------------------------------------------------------------------
 
 
 def placed(*nodes: str) -> str:

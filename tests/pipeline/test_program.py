@@ -85,6 +85,20 @@ def test_the_tracker_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "final" / "weight.txt").exists()
 
 
+@pytest.mark.parametrize("placement", ["local", "process"])
+def test_advice_is_collected_told_and_written(tmp_path: Path, placement: str) -> None:
+    program, _ = execute(tmp_path, "run.steps=3", f"placement={{learner:{placement}}}")
+    expected = ["learner: lr 0.01 was used 3 times", "learner: naïve is fine"]
+    assert program.tracker.calls[-2:] == [("finish", expected), ("close", None)]  # type: ignore[attr-defined]
+    assert (tmp_path / "advice.txt").read_text("utf-8").splitlines() == expected
+
+
+def test_a_run_without_advice_writes_none(tmp_path: Path) -> None:
+    program, _ = execute(tmp_path, "run.steps=2")
+    assert program.tracker.calls[-2] == ("finish", [])  # type: ignore[attr-defined]
+    assert not (tmp_path / "advice.txt").exists()
+
+
 @pytest.mark.parametrize("every", [0, 1, 2])
 def test_evaluations_see_the_same_rows_with_the_same_seeds(tmp_path: Path, every: int) -> None:
     """However often it is evaluated: only the policy makes a difference."""
@@ -120,7 +134,7 @@ def closes() -> int:
     return sum(e[0] == "close" for e in Log.events)
 
 
-@pytest.mark.parametrize(("where", "step"), [("open", 0), ("learn", 1), ("export", 3)])
+@pytest.mark.parametrize(("where", "step"), [("open", 0), ("learn", 1), ("export", 3), ("advice", 3)])
 def test_an_error_names_the_stage_and_everything_is_closed(
     tmp_path: Path, log: list[tuple[str, ...]], where: str, step: int
 ) -> None:

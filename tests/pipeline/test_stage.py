@@ -24,6 +24,7 @@ def test_a_plain_stage_refuses_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"Stage keeps no state, but was given \['calls'\]"):
         stage.load_state_dict({"calls": 1})
     stage.close()
+    assert stage.advice() == []
     assert list(Part().check(None)) == []  # type: ignore[arg-type]
 
 
