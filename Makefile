@@ -1,11 +1,13 @@
 # Two commands are all the set-up: `make run` and `make test`. ARGS="..." passes overrides, or pytest's options.
 #   make run ARGS="pipeline=grpo reward.target=reverse"
+#   make bench BENCH=loader ARGS="rows=12000"          (BENCH: learning, loader, token_cache, data_path)
 # TORCH_INDEX names an index that serves the CPU build of torch; without it pip's own configuration decides.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
+BENCH ?= learning
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -26,8 +28,8 @@ check: $(VENV)/.installed-test
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed-run
-	$(BIN)/python -m benchmarks.learning $(ARGS)
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -40,8 +42,12 @@ $(VENV)/.installed-run: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-run
 	@echo "installing the test tools and vllm ($(ENGINE) build) into $(VENV): a few minutes, once"
-	$(PIP) install -e '.[test,$(ENGINE)]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) install -e '.[test,bench,$(ENGINE)]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(VENV)/.installed-bench: pyproject.toml $(VENV)/.installed-run
+	$(PIP) install -e '.[bench]'
 	@touch $@
 
 clean:

@@ -88,7 +88,7 @@ class Arena:
     @classmethod
     def create(cls, max_bytes: int) -> Self:
         """An empty arena whose memory is all there from now on. NoRoom if the machine has not so much left."""
-        size = max(max_bytes, SMALLEST)
+        size = -(-max(max_bytes, SMALLEST) // mmap.PAGESIZE) * mmap.PAGESIZE
         if size > (free := free_memory()):
             raise NoRoom(f"a token arena needs {show_bytes(size)}, and {show_bytes(free)} of memory are free")
         job = secrets.token_bytes(16)

@@ -161,8 +161,13 @@ class Ring:
 
     def _place(self, key: bytes) -> int:
         """Of its entry; 0 if there is none."""
-        slots = _TWO.unpack_from(self._memory, self._bucket(key))
-        return slots[slots.index(key[8:]) + 1] if key[8:] in slots else 0
+        bucket, tag = self._bucket(key), key[8:]
+        at = self._memory.find(tag, bucket, bucket + _TWO.size)
+        while at >= 0:
+            if not at & 15 and (place := self._words[(at >> 3) + 1]):
+                return place
+            at = self._memory.find(tag, at + 1, bucket + _TWO.size)
+        return 0
 
     # -- writing ---------------------------------------------------------------------------------------------
 

@@ -177,6 +177,9 @@ class FileLoader(Loader):
         if bad:
             log.warning("%d rows are left out: see %s", bad, self.ctx.run_dir / LIST)
             self._note(self._complaints(verdicts, bad))
+        if cfg.validate == "full":
+            for source in self._data.sources:
+                source.trust()
         return np.concatenate([v.bad + start for v, start in zip(verdicts, self._data.starts(), strict=True)])
 
     def _complaints(self, verdicts: Sequence[Verdict], most: int) -> list[Complaint]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -51,6 +52,16 @@ class RowParser:
     def __init__(self, cfg: LoaderConfig, where: str):
         self.fields: FieldNames = cfg.fields
         self.chat, self.system_prompt, self.where = cfg.chat, cfg.system_prompt, where
+        self._known_good = False
+        f = self.fields
+        self._paths = [(path, path.split(".")) for path in (f.prompt, f.ground_truth, f.data_source, f.extra)]
+
+    def for_known_good(self) -> RowParser:
+        """The same for rows that this parser has taken before, byte for byte: what takes long to find is not looked
+        for again (keys that stand twice, integers beyond 64 bits, odd chats)."""
+        quick = copy(self)
+        quick._known_good = True
+        return quick
 
     def __call__(self, line: bytes) -> Row:
         """BadRow if the line is not a usable row."""
@@ -64,8 +75,7 @@ class RowParser:
         """16 bytes: differs where a row may hold something else."""
         return _digest(VERSION, asdict(self.fields), self.system_prompt, self.chat)
 
-    @staticmethod
-    def parse(line: bytes) -> dict[str, Any]:
+    def parse(self, line: bytes) -> dict[str, Any]:
         """The JSON object of a line. Strict: UTF-8, no NaN, no lone surrogates, no key twice, no deep nesting.
 
         An integer beyond 64 bits stays an integer, which the JSON writer then refuses.
@@ -76,6 +86,8 @@ class RowParser:
             raise BadRow(_not_json(line, e)) from None
         if type(row) is not dict:
             raise BadRow(f"an object is needed, not {_kind(row)}")
+        if self._known_good:
+            return row
         keys, large = _census(row)
         if not _surely_distinct(line, keys):
             json.loads(line, object_pairs_hook=_distinct)
@@ -83,12 +95,21 @@ class RowParser:
 
     def columns(self, row: Mapping[str, Any]) -> Row:
         """Of an object that any format gave. BadRow if it lacks something, or holds what JSON cannot."""
+        if self._known_good and not (self.system_prompt or self.chat or self.fields.ground_truth_after):
+            return self._plain_columns(row)
         prompt, truth = self._prompt(row), self._ground_truth(row)
         source, extra = self._data_source(row), self._extra(row)
         try:
             return Row(_dumps(prompt), _dumps(truth), source, _dumps(extra) if extra else b"{}")
         except orjson.JSONEncodeError as e:
             raise BadRow(_not_writable(e)) from None
+
+    def _plain_columns(self, row: Mapping[str, Any]) -> Row:
+        """The same of a row that is known to be good, where nothing is made of its values."""
+        prompt, truth, source, extra = (_at(row, *path) for path in self._paths)
+        return Row(
+            _dumps(prompt), _dumps(truth), source.encode() if source else b"", _dumps(extra) if extra else b"{}"
+        )
 
     def _prompt(self, row: Mapping[str, Any]) -> Any:
         prompt = self._required(row, self.fields.prompt, "prompt")
@@ -98,7 +119,7 @@ class RowParser:
             if not (self.chat or self.system_prompt):
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
-        else:
+        elif not self._known_good:
             _check_chat(prompt, self.fields.prompt)
         if not self.system_prompt:
             return prompt
@@ -222,6 +243,19 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [k for k, _ in pairs]
         raise BadRow(f"key '{next(k for k in out if keys.count(k) > 1)}' stands twice in one object")
     return out
+
+
+def _at(row: Mapping[str, Any], path: str, keys: list[str]) -> Any:
+    """The value that `_look_up` gives, or None where there is none; `keys` are the parts of the path."""
+    value: Any = row.get(path)
+    if value is not None or len(keys) == 1 or path in row:
+        return value
+    value = row
+    for key in keys:
+        if type(value) is not dict:
+            return None
+        value = value.get(key)
+    return value
 
 
 def _look_up(row: Mapping[str, Any], path: str) -> Any:

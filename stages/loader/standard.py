@@ -52,7 +52,7 @@ class ParsedFile(Source):
         self._starts = starts[:count]
         self._numbers = line_numbers(reader(data), self._starts)
         self._cut = count - 1 if count == every and not data.endswith(b"\n") else -1
-        self._rows = [_compact(parsed(parser, data[a:b])) for a, b in pairwise(starts[: count + 1].tolist())]
+        self._rows = [parsed(parser, data[a:b]) for a, b in pairwise(starts[: count + 1].tolist())]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -68,11 +68,6 @@ class ParsedFile(Source):
 
     def close(self) -> None:
         self._rows, self._starts, self._numbers = [], np.empty(0, np.int64), np.empty(0, np.int64)
-
-
-def _compact(row: Row | BadRow) -> Row | BadRow:
-    """A copy for keeping: what orjson.dumps returns holds on to 4 KB, however short it is."""
-    return row if isinstance(row, BadRow) else Row(*(memoryview(column).tobytes() for column in row))
 
 
 def _text(path: Path) -> tuple[Stamp, bytes]:

@@ -56,10 +56,10 @@ class ArenaStore(TokenStore):
         return there
 
     def room(self, entries: int, tokens: int) -> int:
-        """An eighth is index, of 16 bytes a slot, which should be two thirds full at most; and entries are written
+        """An eighth is index, of 16 bytes a slot, which should be half full at most; and entries are written
         again when the ring is more than seven eighths full."""
         ring = entries * entry_bytes(0) + 4 * tokens
-        return max(ring * 8 // 7 * 8 // 7, entries * 16 * 8 * 3 // 2)
+        return max(ring * 8 // 7 * 8 // 7, entries * 16 * 8 * 2)
 
     def close(self) -> None:
         own, self._own, self._arena = self._own, None, None

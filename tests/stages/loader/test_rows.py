@@ -231,3 +231,17 @@ def test_what_is_kept_of_a_row_is_as_large_as_it_is() -> None:
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
+
+
+def test_rows_that_were_taken_before_give_the_same_columns_without_the_checks() -> None:
+    """Of every row that a parser takes, also one with what only the checks tell apart."""
+    rows = [
+        b'{"prompt": "p", "answer": 18446744073709551615}',
+        b'{"prompt": "a:b", "answer": "\\":\\"", "extra_info": {"x": 1e300, "y": [1.5, null]}}',
+        b'{"prompt": [{"role": "user", "content": "c"}], "answer": [1, {"b": true}], "data_source": "d"}',
+    ]
+    for settings in ({}, {"system_prompt": "s"}, {"chat": True}):
+        parser = RowParser(LoaderConfig(path="x", **settings), "loader")
+        assert [parser.for_known_good()(r) for r in rows] == [parser(r) for r in rows]
+    with pytest.raises(BadRow, match="is not JSON"):
+        parser.for_known_good()(b'{"prompt"')
