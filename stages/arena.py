@@ -130,6 +130,8 @@ class Arena:
             stamp = _stamp(file)
             known = _attached.get((file, write))
             if known is None or known.stamp != stamp or not known.alive():
+                if known and known.owner is not None and known.arena:
+                    known.arena.close()
                 known = _attached[file, write] = _attach(file, stamp, write)
             return known.arena
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.errors import Problem, near
 from pipeline.registry import entries
 from stages.loader import LoaderConfig
-from stages.loader.files import find, is_empty, kind_of_file, refusal
+from stages.loader.files import find, identity, is_empty, kind_of_file, refusal
 from stages.loader.validation import HOW
 from stages.records import temperature_problems
 
@@ -99,18 +99,9 @@ def _shared(a: LoaderConfig, b: LoaderConfig) -> str:
     Of the same files in the same order, the ranges of rows tell. Of others, a file in both is enough: which of its
     rows lie in a range depends on how many rows the files before it have, which is known only after reading them.
     """
-    files_a, files_b = ([_identity(f) for f in find(c.path).files] for c in (a, b))
+    files_a, files_b = ([identity(f) for f in find(c.path).files] for c in (a, b))
     if files_a == files_b and files_a:
         end_a, end_b = (c.skip + c.limit if c.limit else math.inf for c in (a, b))
         return "rows" if a.skip < end_b and b.skip < end_a else ""
     common = [f for f, i in zip(find(a.path).files, files_a, strict=True) if i in files_b]
     return f"the file {common[0]}" if common else ""
-
-
-def _identity(path: Path) -> object:
-    """The same for all names of one file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return path
-    return found.st_dev, found.st_ino

@@ -10,7 +10,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -170,6 +170,8 @@ class FileLoader(Loader):
             judge(source, len(span), key, cfg.validate, cores(), self.ctx.node)
             for source, span in zip(self._data.sources, spans, strict=True)
         ]
+        starts = self._data.starts()
+        verdicts = [replace(v, bad=v.bad[v.bad + s >= cfg.skip]) for v, s in zip(verdicts, starts, strict=True)]
         bad = sum(len(v.bad) for v in verdicts)
         if bad and cfg.on_bad_row == "stop":
             of = f"{sum(v.checked for v in verdicts)} rows of {self._names()}"
@@ -180,7 +182,7 @@ class FileLoader(Loader):
         if cfg.validate == "full":
             for source in self._data.sources:
                 source.trust()
-        return np.concatenate([v.bad + start for v, start in zip(verdicts, self._data.starts(), strict=True)])
+        return np.concatenate([v.bad + start for v, start in zip(verdicts, starts, strict=True)])
 
     def _complaints(self, verdicts: Sequence[Verdict], most: int) -> list[Complaint]:
         """Of the first `most` bad rows."""
@@ -342,6 +344,7 @@ class FileLoader(Loader):
             "batch_size": self._batch,
             "shards": self.cfg.shards,
             "skip": self.cfg.skip,
+            "max_prompt_tokens": self.cfg.max_prompt_tokens,
             "order": order,
             "content": xxhash.xxh3_128_hexdigest(content),
         }

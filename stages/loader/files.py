@@ -74,9 +74,19 @@ def find(path: Any) -> Found:
             _expand(entry, found)
         else:
             found.files.append(resolve(entry))
-    if twice := sorted({str(f) for f in found.files if found.files.count(f) > 1}):
+    known = [identity(f) for f in found.files]
+    if twice := sorted({str(f) for f, i in zip(found.files, known, strict=True) if known.count(i) > 1}):
         found.problems.append(f"names {', '.join(twice)} twice: its rows would come twice an epoch")
     return found
+
+
+def identity(path: Path) -> object:
+    """The same for all names of one file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return path
+    return found.st_dev, found.st_ino
 
 
 def _expand(pattern: str, found: Found) -> None:

@@ -9,6 +9,7 @@ anybody else would, and a block that was cut off by a crash is counted again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import mmap
@@ -44,12 +45,12 @@ class LengthFile:
         self.path, self.rows, self.writable = path, rows, writable
         self.blocks = -(-rows // BLOCK)
         self._fd, self._stamp, self._settings = fd, stamp, settings
-        start, size = _layout(rows)
-        self._start = start
-        self._map = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-        self._hashes = np.frombuffer(self._map, "<u8", self.blocks, _HEADER_SIZE)
-        self.counts = np.frombuffer(self._map, "<i4", rows, start)
-        """int32 [rows], read-only; what stands in a block that is not `known` means nothing."""
+        self._start, _ = _layout(rows)
+        self._counts = np.zeros(rows, np.int32)
+        self.counts = self._counts.view()
+        """int32 [rows], read-only; what stands in a block that is not `known` means nothing. Read, not mapped: a
+        mapping of a file that somebody cuts short ends the process by a signal."""
+        self.counts.flags.writeable = False
         self._good = np.zeros(self.blocks, bool)
 
     @classmethod
@@ -81,7 +82,9 @@ class LengthFile:
         writable = True
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except PermissionError:
+        except OSError as e:
+            if e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
             writable, fd = False, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         head = _head(stamp, settings, rows)
         if os.fstat(fd).st_size != _layout(rows)[1] or os.pread(fd, len(head), 0) != head:
@@ -94,8 +97,15 @@ class LengthFile:
 
     def known(self, block: int) -> bool:
         """Whether the block's counts are there, by whoever they were written."""
-        if not self._good[block] and self._hashes[block]:
-            self._good[block] = self._hash(block, self.counts[self.span(block)]) == self._hashes[block]
+        if not self._good[block] and self._fd >= 0:
+            (hashed,) = struct.unpack("<Q", os.pread(self._fd, 8, _HEADER_SIZE + 8 * block).ljust(8, b"\0"))
+            if hashed:
+                span = self.span(block)
+                counts = os.pread(self._fd, 4 * (span.stop - span.start), self._start + 4 * span.start)
+                if len(counts) == 4 * (span.stop - span.start):
+                    found = np.frombuffer(counts, "<i4")
+                    if self._hash(block, found) == hashed:
+                        self._counts[span], self._good[block] = found, True
         return bool(self._good[block])
 
     def unknown(self, rows: range) -> list[int]:
@@ -112,6 +122,7 @@ class LengthFile:
             raise ValueError(f"block {block} has {len(self.counts[self.span(block)])} rows, not {len(counts)}")
         os.pwrite(self._fd, counts.tobytes(), self._start + 4 * block * BLOCK)
         os.pwrite(self._fd, struct.pack("<Q", self._hash(block, counts)), _HEADER_SIZE + 8 * block)
+        self._counts[self.span(block)], self._good[block] = counts, True
 
     def _hash(self, block: int, counts: np.ndarray) -> int:
         """Never 0, which stands where nothing was written."""

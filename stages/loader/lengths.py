@@ -157,7 +157,8 @@ class FileLengths:
 
     def some_fit(self) -> bool:
         """Whether any row does. Counts all that are missing."""
-        return bool(np.any(self._every() <= self._limit))
+        counts = self._every()
+        return bool(np.any((counts >= 0) & (counts <= self._limit)))
 
     def _every(self) -> np.ndarray:
         return self.counts(np.arange(self._rows.start, self._rows.stop))
@@ -213,7 +214,7 @@ class Worker:
     """In a process of its own, of low priority."""
 
     def __init__(self, make: Callable[[], Counter], file: LengthFile, rows: range, threads: int):
-        os.nice(19)
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
         os.environ["RAYON_NUM_THREADS"] = str(threads)
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
         self._make, self._file, self._rows = make, file, rows

@@ -107,9 +107,7 @@ class RowParser:
     def _plain_columns(self, row: Mapping[str, Any]) -> Row:
         """The same of a row that is known to be good, where nothing is made of its values."""
         prompt, truth, source, extra = (_at(row, *path) for path in self._paths)
-        return Row(
-            _dumps(prompt), _dumps(truth), source.encode() if source else b"", _dumps(extra) if extra else b"{}"
-        )
+        return Row(_dumps(prompt), _dumps(truth), source.encode() if source else b"", _dumps(extra) if extra else b"{}")
 
     def _prompt(self, row: Mapping[str, Any]) -> Any:
         prompt = self._required(row, self.fields.prompt, "prompt")

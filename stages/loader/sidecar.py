@@ -171,7 +171,7 @@ def places(path: Path, index_dir: str, suffix: str = SUFFIX) -> list[Path]:
 
 def _read(path: Path, stamp: Stamp, index_dir: str, file: Path) -> Sidecar:
     """ValueError says why it cannot be used."""
-    with file.open("rb") as opened:
+    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
         header = opened.read(_HEADER.size + _SUM.size)
         if len(header) < _HEADER.size + _SUM.size or not header.startswith(_MAGIC):
             raise ValueError("it is no index")

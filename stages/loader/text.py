@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from stages.loader import sidecar
 from stages.loader.index import NEWLINE, file_reader, line_numbers, row_starts
 from stages.loader.rows import BadRow, DataError, Row, RowParser
-from stages.loader.sidecar import Sidecar
+from stages.loader.sidecar import Counts, Sidecar
 from stages.loader.source import Place, Source
 from stages.loader.stamp import Stamp
 
@@ -110,7 +110,14 @@ class TextFile(Source):
     def _row(self, start: int, stop: int) -> Row | BadRow:
         if stop - start > LONGEST:
             return too_long()
-        return parsed(self._parser, self._bytes(start, stop))
+        return self._parsed(self._bytes(start, stop))
+
+    def _parsed(self, line: bytes) -> Row | BadRow:
+        """DataError if a damaged index took two rows for one: that is no fault of the row."""
+        found = parsed(self._parser, line)
+        if isinstance(found, BadRow) and b"\n" in line.strip():
+            raise self._broken()
+        return found
 
     def _run(self, starts: list[int], stop: int) -> Iterator[Row | BadRow]:
         """Of rows that follow one another."""
@@ -118,7 +125,7 @@ class TextFile(Source):
         for begin, end in zip(starts, [*starts[1:], stop], strict=True):
             if data[end - base - 1] != NEWLINE and end != stop:
                 raise self._broken()
-            yield parsed(self._parser, data[begin - base : end - base])
+            yield self._parsed(data[begin - base : end - base])
 
     def _bytes(self, start: int, stop: int) -> bytes:
         """The bytes of whole rows. DataError if they do not lie between line ends."""
@@ -167,8 +174,20 @@ def _runs(starts: list[int], stops: list[int]) -> Iterator[range]:
 
 def _index(path: Path, fd: int, stamp: Stamp, index_dir: str) -> Sidecar:
     """DataError if the file is written to meanwhile."""
-    built = sidecar.build(path, stamp, index_dir, lambda: row_starts(file_reader(fd)))
-    if built.offsets[-1] != stamp.size:
-        raise DataError(f"{path} is being written to; it must be complete before a run starts")
+
+    def scan() -> Generator[np.ndarray, None, Counts]:
+        """Fails before anything is kept, if the file is not as long as it was."""
+        parts, end = row_starts(file_reader(fd)), 0
+        while True:
+            try:
+                part = next(parts)
+            except StopIteration as last:
+                if end != stamp.size:
+                    raise DataError(f"{path} is being written to; it must be complete before a run starts") from None
+                return last.value
+            end = int(part[-1]) if len(part) else end
+            yield part
+
+    built = sidecar.build(path, stamp, index_dir, scan)
     stamp.check(path)
     return built

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.context import Context
 from pipeline.errors import Problem
-from pipeline.records import Ragged, Rows, Snapshot
+from pipeline.records import Packed, Ragged, Rows, Snapshot, Unresolved
 from pipeline.registry import backend
 from pipeline.stage import Component, Stage, setting
 from pipeline.tracker import Tracker
@@ -28,11 +28,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Numbers(Rows):
-    """`value` float64 [B]; `note`: text; `purpose`: train or eval."""
+    """`value` float64 [B]; `note`: text; `purpose`: train or eval.
+
+    Where the run directory has a folder `notes`, another process is sent the name of a file there instead of `note`.
+    """
 
     purpose: str
     value: np.ndarray
     note: Ragged
+
+    def pack(self, ctx: Context) -> Packed:
+        folder = ctx.run_dir / "notes"
+        if not folder.is_dir():
+            return self
+        file = folder / f"{ctx.node}-{self.purpose}-{self.step}.npz"
+        if not (folder / "full").exists():
+            np.savez(file, values=self.note.values, offsets=self.note.offsets)
+        return NumbersWithoutNotes(replace(self, note=Ragged.texts([""] * len(self))), file)
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersWithoutNotes:
+    """Numbers whose notes lie in a file."""
+
+    rest: Numbers
+    file: Path
+
+    @property
+    def named(self) -> int:
+        return len(self.rest)
+
+    def unpack(self, ctx: Context) -> Numbers:
+        if not self.file.exists():
+            raise Unresolved(str(self.file))
+        kept = np.load(self.file)
+        return replace(self.rest, note=Ragged(kept["values"], kept["offsets"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +87,7 @@ class CountingSourceConfig:
     groups: int = setting(3, min=0, doc="groups a step")
     group_size: int = setting(2, min=1, doc="rows a group")
     path: str = setting("", doc="not used")
+    note: str = setting("", doc="not used")
     purpose: str = setting("train", doc="train or eval")
 
 
@@ -221,6 +252,15 @@ class NegateScorer(Stage):
         return Scores(step=numbers.step, row_id=numbers.row_id, group_id=numbers.group_id, score=-numbers.value)
 
 
+class LosingScorer(NegateScorer):
+    """Raises what a packed record raises, and leaves a byte in the run directory for each call."""
+
+    def run(self, numbers: Numbers) -> Scores:
+        with (self.ctx.run_dir / "calls").open("a") as f:
+            f.write(".")
+        raise Unresolved("the stage's own")
+
+
 @dataclass(slots=True, kw_only=True)
 class GroupJudgeConfig:
     pass
@@ -249,7 +289,7 @@ class GroupJudge(Stage):
 @dataclass(slots=True, kw_only=True)
 class MeanLearnerConfig:
     lr: float = setting(0.01, above=0, doc="step size")
-    break_at: str = setting("", doc="open, learn, export or close: where it raises")
+    break_at: str = setting("", doc="open, learn, export, advice or close: where it raises")
 
 
 @backend("learner", "mean")
@@ -293,6 +333,12 @@ class MeanLearner(Stage):
         Path(folder).mkdir()
         Path(folder, "weight.txt").write_text(repr(self.weight))
 
+    def advice(self) -> list[str]:
+        self._perhaps_break("advice")
+        if self.version < 3:
+            return []
+        return [f"lr {self.cfg.lr:g} was used {self.version} times", "naïve is fine"]
+
     def state_dict(self) -> dict[str, Any]:
         return {"weight": self.weight, "version": self.version}
 
@@ -324,8 +370,8 @@ class RecordingTracker(Tracker):
     def stepped(self, step: int, records: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
         self.calls.append(("stepped", (step, dict(records), dict(metrics))))
 
-    def finish(self) -> None:
-        self.calls.append(("finish", None))
+    def finish(self, advice: Sequence[str]) -> None:
+        self.calls.append(("finish", list(advice)))
 
     def close(self) -> None:
         self.calls.append(("close", None))

@@ -59,7 +59,9 @@ def test_what_one_has_put_another_knows(name: Path) -> None:
     first.put(1, counts_of(1))
     assert second.known(1)
     assert copy.known(1)
-    assert LengthFile.beside(name, STAMP, SETTINGS, ROWS).counts[BLOCK : 2 * BLOCK].tolist() == counts_of(1).tolist()
+    again = LengthFile.beside(name, STAMP, SETTINGS, ROWS)
+    assert again.known(1)
+    assert again.counts[BLOCK : 2 * BLOCK].tolist() == counts_of(1).tolist()
 
 
 def test_in_memory_too(name: Path) -> None:
@@ -196,3 +198,18 @@ def test_the_header_is_as_documented(name: Path) -> None:
     assert struct.unpack_from("<8sqq16s16s", data) == (b"HRLEN\0\0\1", ROWS, BLOCK, STAMP, SETTINGS)
     assert np.frombuffer(data, "<i4")[-10:].tolist() == counts_of(2).tolist()
     assert len(data) == 4096 + 4 * ROWS
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_is_counted_again(name: Path) -> None:
+    """Not a signal: nothing of it is mapped."""
+    file = LengthFile.beside(name, STAMP, SETTINGS, ROWS)
+    other = LengthFile.beside(name, STAMP, SETTINGS, ROWS)
+    file.put(0, counts_of(0))
+    file.put(1, counts_of(1))
+    assert other.known(0)
+    os.truncate(file.path, 0)
+    assert np.array_equal(other.counts[other.span(0)], counts_of(0))
+    assert not other.known(1)
+    other.put(1, counts_of(1))
+    assert other.known(1)
+    assert np.array_equal(other.counts[other.span(1)], counts_of(1))
