@@ -29,6 +29,9 @@ _BEYOND_64_BITS = 2.0**63
 """From here on a float may be an integer that the JSON reader could not hold."""
 
 
+_to_json = orjson.dumps
+
+
 class Row(NamedTuple):
     """The columns of one prompt, as bytes: JSON, JSON, UTF-8 text, JSON."""
 
@@ -54,7 +57,8 @@ class RowParser:
         self.chat, self.system_prompt, self.where = cfg.chat, cfg.system_prompt, where
         self._known_good = False
         f = self.fields
-        self._paths = [(path, path.split(".")) for path in (f.prompt, f.ground_truth, f.data_source, f.extra)]
+        paths = (f.prompt, f.ground_truth, f.data_source, f.extra)
+        self._paths = [(path, path.split(".") if "." in path else None) for path in paths]
 
     def for_known_good(self) -> RowParser:
         """The same for rows that this parser has taken before, byte for byte: what takes long to find is not looked
@@ -106,8 +110,15 @@ class RowParser:
 
     def _plain_columns(self, row: Mapping[str, Any]) -> Row:
         """The same of a row that is known to be good, where nothing is made of its values."""
-        prompt, truth, source, extra = (_at(row, *path) for path in self._paths)
-        return Row(_dumps(prompt), _dumps(truth), source.encode() if source else b"", _dumps(extra) if extra else b"{}")
+        get = row.get
+        found = [get(path) if nested is None or path in row else _inside(row, nested) for path, nested in self._paths]
+        prompt, truth, source, extra = found
+        return Row(
+            b"%b" % _to_json(prompt),
+            b"%b" % _to_json(truth),
+            source.encode() if source else b"",
+            b"%b" % _to_json(extra) if extra else b"{}",
+        )
 
     def _prompt(self, row: Mapping[str, Any]) -> Any:
         prompt = self._required(row, self.fields.prompt, "prompt")
@@ -170,7 +181,7 @@ class RowParser:
 
 def _dumps(value: Any) -> bytes:
     """JSON. A copy of its own size: what the writer returns holds 4 KiB, however short it is."""
-    return b"%b" % orjson.dumps(value)
+    return b"%b" % _to_json(value)
 
 
 _MISSING: Any = object()
@@ -243,12 +254,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _at(row: Mapping[str, Any], path: str, keys: list[str]) -> Any:
-    """The value that `_look_up` gives, or None where there is none; `keys` are the parts of the path."""
-    value: Any = row.get(path)
-    if value is not None or len(keys) == 1 or path in row:
-        return value
-    value = row
+def _inside(row: Mapping[str, Any], keys: list[str]) -> Any:
+    """The value that these nested keys lead to, or None."""
+    value: Any = row
     for key in keys:
         if type(value) is not dict:
             return None
