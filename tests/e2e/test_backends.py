@@ -183,10 +183,14 @@ def test_estimators_and_losses_without_a_critic(runs, name: str):
     assert [s["step"] for s in steps] == [0, 1, 2]
     assert not [(s["step"], k) for s in steps for k, v in s.items() if v is None or not math.isfinite(v)]
     assert not [k for s in steps for k in s if k.startswith("critic/")]
-    assert steps[1]["policy/grad_norm"] > 0  # later, groups may have come to agree
+    norms = gradients(case(runs, name))
+    assert max(norms) > 0  # in a step, groups may agree; of pass@k, those with two right answers do
     assert first_responses(case(runs, name)) == first_responses(choice(runs, *DEFAULT))
-    others = [numbers(case(runs, n))[1]["policy/grad_norm"] for n in WITHOUT_CRITIC if n != name]
-    assert steps[1]["policy/grad_norm"] not in others
+    assert norms not in [gradients(case(runs, n)) for n in WITHOUT_CRITIC if n != name]
+
+
+def gradients(run_dir: Path) -> list[float]:
+    return [step["policy/grad_norm"] for step in numbers(run_dir)[1:]]
 
 
 def first_responses(run_dir: Path) -> list[str]:
