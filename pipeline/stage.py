@@ -76,6 +76,20 @@ class Part:
         """Everything that is wrong with this part's settings given the rest; cheap, nothing heavy imported."""
         return ()
 
+    def sizes(self, facts: Facts) -> Mapping[str, int | str]:
+        """What follows from the settings of all, for the reader of a plan: `{"rows a step": 512}`. Only what is known;
+        a bound is a text: `"at most 4,096"`."""
+        return {}
+
+    def memory(self, facts: Facts) -> Mapping[str, int]:
+        """Bytes that this part holds on its device (`facts.device`) when it holds most, by what they are for.
+
+        `weights`, `gradients` and `optimizer` are what is held from the first step to the end, whatever the data: a
+        run that has no room for them is refused. Other names (`kv_cache`, `activations`, ...) are estimates. A name
+        that begins with `host/` is of the host's memory, wherever the device is. The docstring gives the formula.
+        """
+        return {}
+
 
 class Component(Part):
     """Held by a node; built once for each holder, wherever the node is placed."""

@@ -12,12 +12,14 @@ import numpy as np
 from pipeline.context import Context
 from pipeline.errors import Problem
 from pipeline.stage import setting
+from stages import footprint
 from stages.records import AdvantageBatch
 
 if TYPE_CHECKING:
     import torch
 
     from pipeline.plan import Facts
+    from stages.model import Model
 
 MOST_SKIPPED = 3
 """Updates in a row whose gradient is not finite before the run is given up."""
@@ -50,6 +52,41 @@ def check_mini_batch(facts: Facts, mini_batch: int) -> Iterable[Problem]:
         made = f"{facts.values['prompts_per_step']} prompts x {facts.values['samples_per_prompt']} samples"
         what = f"{mini_batch} rows do not divide the {rows} rows of a step ({made})"
         yield Problem(where=f"{facts.key}.mini_batch", what=what, hint=_nearest(rows, mini_batch))
+
+
+def sizes(facts: Facts, cfg: LearningConfig) -> dict[str, int | str]:
+    """Rows and updates, where the plan knows the rows of a step, and the tokens that bound the memory."""
+    out: dict[str, int | str] = {}
+    if rows := rows_per_step(facts):
+        size = min(cfg.mini_batch, rows) or rows
+        updates = rows // size * cfg.epochs
+        out = {"rows an update": size, "updates a step": updates, "updates a run": updates * facts.root.run.steps}
+    return out | {"tokens a forward pass": f"at most {cfg.micro_tokens:,}"}
+
+
+def memory(facts: Facts, cfg: LearningConfig, model: Model, *, critic: bool = False) -> dict[str, int]:
+    """Bytes of a model that learns by AdamW in float32; {} if its folder does not say its shape.
+
+    Weights, gradients and moments: `footprint.adamw`. Activations: of one micro-batch, `micro_tokens` tokens, or the
+    rows of an update if they are fewer and the lengths of prompts are bounded; under autocast also a bfloat16 copy of
+    the weights. A critic has one linear output in the place of logits.
+    """
+    shape, bfloat16 = footprint.shape_of(model), model.dtype_name == "bfloat16"
+    if shape is None:
+        return {}
+    tokens = response = cfg.micro_tokens
+    row = min(tokens, facts.values.get("context_length", tokens))
+    prompt, new = facts.values.get("max_prompt_tokens"), facts.values.get("max_new_tokens")
+    if prompt and new:
+        row, rows = prompt + new, rows_per_step(facts)
+        most = (min(cfg.mini_batch, rows) or rows) * row if rows else tokens
+        tokens = max(min(tokens, most), row)
+        response = tokens * new // row
+    parameters = shape.parameters - shape.head + shape.hidden + 1 if critic else shape.parameters
+    activations = footprint.kept_for_backward(shape, tokens, min(row, tokens), bfloat16=bfloat16)
+    activations += 0 if critic else footprint.logits(shape, response, bfloat16=bfloat16)
+    activations += footprint.BFLOAT16 * parameters if bfloat16 else 0
+    return {**footprint.adamw(parameters), "activations": activations}
 
 
 def _nearest(rows: int, mini_batch: int) -> str:

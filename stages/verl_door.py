@@ -135,12 +135,19 @@ def _config_reads(function: ast.FunctionDef) -> Iterator[str]:
     """Fields taken from `config`: `config.x`, `config["x"]` and `config.get("x")`; also from `config.policy_loss`."""
     holders = ("config", "config.policy_loss")
     for node in ast.walk(function):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"{h}.get" for h in holders] and node.args:
+        if isinstance(node, ast.Call) and _dotted(node.func) in [f"{h}.get" for h in holders] and node.args:
             yield str(_literal(node.args[0]))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in holders and node.attr != "get":
+        elif isinstance(node, ast.Attribute) and _dotted(node.value) in holders and node.attr != "get":
             yield node.attr
-        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) in holders:
+        elif isinstance(node, ast.Subscript) and _dotted(node.value) in holders:
             yield str(_literal(node.slice))
+
+
+def _dotted(node: ast.expr) -> str:
+    """`config.policy_loss` of such a node, and empty of any other; a plan has no time for `ast.unparse`."""
+    if isinstance(node, ast.Attribute):
+        return f"{inner}.{node.attr}" if (inner := _dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _literal(node: ast.expr, otherwise: Any = None) -> Any:

@@ -61,6 +61,12 @@ class ValueModelCritic(Critic):
                 where=f"{key}.loss_scale_factor", what=what, hint="such as the value of rollout.max_new_tokens"
             )
 
+    def sizes(self, facts: Facts) -> dict[str, int | str]:
+        return learning.sizes(facts, self.cfg)
+
+    def memory(self, facts: Facts) -> dict[str, int]:
+        return learning.memory(facts, self.cfg, self.model, critic=True)
+
     def open(self, ctx: Context) -> None:
         import torch
 

@@ -13,6 +13,7 @@ from pipeline.registry import entries
 from stages.loader import LoaderConfig
 from stages.loader.files import find, identity, is_empty, kind_of_file, refusal
 from stages.loader.validation import HOW
+from stages.paths import instead_of
 from stages.records import temperature_problems
 
 ON_BAD_ROW = ("stop", "skip")
@@ -23,7 +24,7 @@ def of_files(key: str, cfg: LoaderConfig, reads: Collection[str]) -> Iterator[Pr
     """Files that are not there or cannot be read. One that is empty beside others is a warning."""
     found = find(cfg.path)
     for problem in found.problems:
-        yield Problem(where=f"{key}.path", what=problem)
+        yield Problem(where=f"{key}.path", what=problem, hint="give a file, a glob such as data/*.jsonl, or a list")
     empty = [f for f in found.files if is_empty(f)]
     spared = empty if len(empty) < len(found.files) else []
     for path in found.files:
@@ -33,7 +34,9 @@ def of_files(key: str, cfg: LoaderConfig, reads: Collection[str]) -> Iterator[Pr
 
 
 def _able(path: Path, reads: Collection[str]) -> str:
-    """Loaders that read what this one does not."""
+    """What lies there in place of a file that does not; or loaders that read what this one does not."""
+    if not path.exists():
+        return instead_of(path)
     kind = kind_of_file(path)
     able = [str(e) for e in entries("loader") if kind and kind not in reads and kind in getattr(e.cls, "reads", ())]
     return f"or choose a loader that reads it: {', '.join(able)}" if able else ""

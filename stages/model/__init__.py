@@ -38,6 +38,15 @@ class Model(Component):
     def config(self) -> dict[str, Any]:
         """The folder's `config.json`; {} if there is none."""
 
+    def parameters(self) -> int | None:
+        """How many weights the model has, tied ones counted once; None if the folder does not tell."""
+        return None
+
+    @property
+    def attention(self) -> str:
+        """What transformers calls the attention it computes with: `sdpa`, `eager`, ..."""
+        return "sdpa"
+
     @abstractmethod
     def at(self, path: str, dtype: str) -> Model:
         """A component of this kind for another folder; as cheap as a constructor."""

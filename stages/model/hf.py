@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from pipeline.registry import backend
 from pipeline.stage import setting
 from stages.model import Model, context_length, text_config
 from stages.model.fingerprint import of_folder
-from stages.paths import resolve
+from stages.paths import instead_of, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +54,24 @@ class HfModel(Model):
     def at(self, path: str, dtype: str) -> HfModel:
         return type(self)(replace(self.cfg, path=path, dtype=dtype, attn_implementation="sdpa"))
 
+    @property
+    def attention(self) -> str:
+        return self.cfg.attn_implementation
+
     def config(self) -> dict[str, Any]:
         return _json_object(Path(self.path) / "config.json")
+
+    def parameters(self) -> int | None:
+        """From the headers of the weight files. A tied output matrix may lie in the file too; it is loaded once."""
+        shapes: dict[str, list[int]] = {}
+        for file in _weight_files(Path(self.path)):
+            if not _is_safetensors(file):
+                return None
+            shapes |= {n: t["shape"] for n, t in _header(file).items() if n != "__metadata__"}
+        config = self.config()
+        tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings", True))
+        counted = (math.prod(s) for n, s in shapes.items() if not (tied and n.endswith("lm_head.weight")))
+        return sum(counted) or None
 
     def facts(self) -> Mapping[str, Any]:
         cfg, folder = text_config(self.config()), Path(self.path)
@@ -70,8 +87,8 @@ class HfModel(Model):
         return {k: v for k, v in known.items() if v is not None} | {"chat_template": has_template}
 
     def check(self, facts: Facts) -> Iterable[Problem]:
-        for why in _folder_problems(Path(self.path)):
-            yield Problem(where=f"{facts.key}.path", what=why)
+        for why, hint in _folder_problems(Path(self.path)):
+            yield Problem(where=f"{facts.key}.path", what=why, hint=hint)
         for name, allowed in (("dtype", DTYPES), ("attn_implementation", ATTENTION)):
             if (value := getattr(self.cfg, name)) not in allowed:
                 yield Problem(where=f"{facts.key}.{name}", what=f"no {name} '{value}'", hint=near(value, allowed))
@@ -194,23 +211,41 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bo
     return [[bos, *ids] if adds_bos and ids[:1] != [bos] else ids for ids in rows]
 
 
-def _folder_problems(folder: Path) -> Iterator[str]:
+def _folder_problems(folder: Path) -> Iterator[tuple[str, str]]:
+    """What is wrong with a model's folder, and what to do."""
     if not folder.is_dir():
-        yield f"there is no folder {folder}" if not folder.exists() else f"{folder} is not a folder"
+        a_folder = "a model is a folder in Hugging Face format: config.json, tokenizer.json, *.safetensors"
+        gone = not folder.exists()
+        what = f"there is no folder {folder}" if gone else f"{folder} is not a folder"
+        yield what, f"{instead_of(folder)}; {a_folder}" if gone else a_folder
         return
     if not _json_object(folder / "config.json").get("model_type"):
-        yield f"{folder} has no usable config.json (a JSON object with 'model_type')"
+        hint = "give the folder that transformers' save_pretrained wrote, or a checkpoint's folder inside it"
+        yield f"{folder} has no usable config.json (a JSON object with 'model_type')", hint
     if not (folder / "tokenizer.json").is_file():
-        yield f"{folder} has no tokenizer.json: a fast tokenizer is needed"
-    index = _json_object(folder / "model.safetensors.index.json").get("weight_map", {})
-    files = sorted({folder / name for name in index.values()} or folder.glob("*.safetensors"))
+        hint = "put the base model's there: AutoTokenizer.from_pretrained(BASE).save_pretrained(FOLDER)"
+        yield f"{folder} has no tokenizer.json: a fast tokenizer is needed", hint
+    files = _weight_files(folder)
     if not files:
         pickled = next(folder.glob("*.bin"), None) or next(folder.glob("*.pt"), None)
         also = f" ({pickled.name} holds pickled weights, which can run code: convert it)" if pickled else ""
-        yield f"{folder} has no weights in safetensors format{also}"
+        hint = "save them with save_pretrained(FOLDER, safe_serialization=True)"
+        yield f"{folder} has no weights in safetensors format{also}", hint
     for file in files:
         if not _is_safetensors(file):
-            yield f"{file} is missing, cut short, or no safetensors file (a Git LFS pointer?)"
+            hint = "fetch it again; for a pointer: git lfs pull"
+            yield f"{file} is missing, cut short, or no safetensors file (a Git LFS pointer?)", hint
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = _json_object(folder / "model.safetensors.index.json").get("weight_map", {})
+    return sorted({folder / name for name in index.values()} or folder.glob("*.safetensors"))
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Of a file that is safetensors: name -> dtype, shape and place of each tensor."""
+    with file.open("rb") as f:
+        return json.loads(f.read(int.from_bytes(f.read(8), "little")))
 
 
 def _is_safetensors(file: Path) -> bool:

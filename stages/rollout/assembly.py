@@ -178,8 +178,25 @@ def settings_problems(cfg: RolloutConfig, model: Model, facts: Facts) -> Iterabl
         yield Problem(
             where=f"{facts.key}.max_new_tokens",
             what=f"{cfg.max_new_tokens} new tokens after a prompt of {prompt} do not fit the model's {limit} positions",
-            hint=f"at most {limit - prompt} for such a prompt; or shorten prompts, or choose another model.path",
+            hint=(
+                f"at most {limit - prompt} for such a prompt; or shorten prompts, or choose another model.path"
+                if limit > prompt
+                else "no response has room behind such a prompt: lower tokenizer_cache.max_prompt_tokens"
+            ),
         )
+
+
+def sizes(cfg: RolloutConfig, facts: Facts) -> dict[str, int | str]:
+    """Prompts, rows and tokens of a step, as far as the plan knows them."""
+    prompts, longest = facts.values.get("prompts_per_step"), facts.values.get("max_prompt_tokens")
+    out: dict[str, int | str] = {"samples a prompt": cfg.n, "tokens a response": f"at most {cfg.max_new_tokens:,}"}
+    unbounded = "any, as tokenizer_cache.max_prompt_tokens is 0"
+    out["tokens a prompt"] = f"at most {longest:,}" if longest else unbounded
+    if not prompts:
+        return out
+    rows = prompts * cfg.n
+    new = {"prompts a step": prompts, "rows a step": rows, "rows a run": rows * facts.root.run.steps}
+    return {**new, **out, "response tokens a step": f"at most {rows * cfg.max_new_tokens:,}"}
 
 
 def _sampling_problems(cfg: RolloutConfig, key: str) -> Iterator[Problem]:

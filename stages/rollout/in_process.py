@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.context import Context
 from pipeline.errors import Problem
 from pipeline.records import Snapshot
+from stages import footprint
 from stages.model import Model, context_length
 from stages.records import Finish, RolloutBatch, TokenBatch
 from stages.rollout import Rollout, RolloutConfig
@@ -25,6 +26,7 @@ from stages.rollout.assembly import (
     require_room,
     resolve,
     settings_problems,
+    sizes,
     without_prompt,
 )
 from stages.sampler import Sampler
@@ -95,6 +97,33 @@ class InProcessRollout(Rollout):
 
     def check(self, facts: Facts) -> Iterable[Problem]:
         return settings_problems(self.cfg, self.model, facts)
+
+    def sizes(self, facts: Facts) -> dict[str, int | str]:
+        return sizes(self.cfg, facts)
+
+    def memory(self, facts: Facts) -> dict[str, int]:
+        """Weights in the model's dtype; keys and values of `cached_tokens`; activations, which are those of the
+        prompts that go through the model at once, or of choosing a token: the logits of all rows, in float32 and as
+        three arrays of float64. Where no prompt length is set, prompts are not in it.
+        """
+        shape, size = footprint.shape_of(self.model), footprint.itemsize(self.model)
+        if shape is None:
+            return {}
+        prompts = facts.values.get("prompts_per_step")
+        rows = min(self.batch_rows, prompts * self.cfg.n) if prompts else self.batch_rows
+        cached, prefilled = self.tokens_held(rows, facts.values.get("max_prompt_tokens", 0))
+        choosing = rows * shape.vocab * (size + footprint.FLOAT32 + 3 * 8)
+        return {
+            "weights": size * shape.parameters,
+            "kv_cache": footprint.keys_and_values(shape, cached, size),
+            "activations": max(footprint.inference(shape, prefilled, size), choosing),
+        }
+
+    def tokens_held(self, rows: int, prompt: int) -> tuple[int, int]:
+        """Of `rows` rows with prompts of `prompt` tokens (0: not known): how many tokens' keys and values are cached,
+        and how many tokens go through the model at once. Here each sample has its prompt to itself, and all go
+        through together."""
+        return rows * (prompt + self.cfg.max_new_tokens), rows * prompt
 
     def open(self, ctx: Context) -> None:
         super().open(ctx)

@@ -42,6 +42,12 @@ class TorchRollout(InProcessRollout):
         super().__init__(cfg, model, sampler, cfg.batch_rows)
         self.prefill_tokens = cfg.prefill_tokens
 
+    def tokens_held(self, rows: int, prompt: int) -> tuple[int, int]:
+        """A prompt is cached once for all its samples; the longest prompt goes through whole."""
+        distinct = -(-rows // self.cfg.n)
+        at_once = max(min(self.prefill_tokens, distinct * prompt), prompt)
+        return distinct * prompt + rows * self.cfg.max_new_tokens, at_once
+
     def open(self, ctx: Context) -> None:
         super().open(ctx)
         shared_prompt.register()

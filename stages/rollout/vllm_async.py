@@ -17,6 +17,7 @@ from pipeline.plan import has_cuda
 from pipeline.records import Snapshot
 from pipeline.registry import backend
 from pipeline.stage import setting
+from stages import footprint
 from stages.model import Model, context_length, text_config
 from stages.records import Finish, RolloutBatch, TokenBatch
 from stages.rollout import Rollout, RolloutConfig
@@ -30,6 +31,7 @@ from stages.rollout.assembly import (
     require_room,
     resolve,
     settings_problems,
+    sizes,
     without_prompt,
 )
 from stages.sampler import Sampler, VllmSampling
@@ -84,6 +86,23 @@ class VllmAsyncRollout(Rollout):
             what = f"has heads of size {size}, which vLLM's CPU build cannot compute"
             hint = f"a model with one of {', '.join(map(str, sorted(CPU_HEADS)))}, a CUDA device, or another rollout"
             yield Problem(where="model.path", what=what, hint=hint, level=_level(facts.root))
+
+    def sizes(self, facts: Facts) -> dict[str, int | str]:
+        return sizes(self.cfg, facts) | {"tokens of prompt and response": f"at most {self._most_tokens():,}"}
+
+    def memory(self, facts: Facts) -> dict[str, int]:
+        """Weights in the model's dtype, and the cache that the engine takes: `cpu_kv_cache_gb`, or on CUDA the rest of
+        its share of the device, activations included. New weights lie on the host in float32 while they are pushed."""
+        shape = footprint.shape_of(self.model)
+        if shape is None:
+            return {}
+        weights, cache = footprint.itemsize(self.model) * shape.parameters, int(self.cfg.cpu_kv_cache_gb * 2**30)
+        known = {"weights": weights, "host/snapshot": footprint.FLOAT32 * shape.parameters}
+        if facts.device == "cuda":
+            if facts.device_memory is None:  # the plan is made on another machine
+                return known
+            cache = max(int(facts.device_memory * self.cfg.gpu_memory_utilization) - weights, 0)
+        return {**known, "kv_cache": cache}
 
     def _length_problems(self, facts: Facts) -> Iterator[Problem]:
         """What does not fit the engine; what does not fit the model either is said by the settings' own check."""

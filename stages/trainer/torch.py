@@ -60,6 +60,14 @@ class TorchTrainer(Trainer):
         yield from learning.check_mini_batch(facts, self.cfg.mini_batch)
         yield from policy_loss.check(facts.key, self.cfg)
 
+    def sizes(self, facts: Facts) -> dict[str, int | str]:
+        return learning.sizes(facts, self.cfg)
+
+    def memory(self, facts: Facts) -> dict[str, int]:
+        """As any learner; and what is published lies on the host once, in float32."""
+        own = learning.memory(facts, self.cfg, self.model)
+        return {**own, "host/snapshot": own["weights"]} if own else {}
+
     def open(self, ctx: Context) -> None:
         super().open(ctx)
         self._loss = PolicyLoss(self.cfg, ctx)
