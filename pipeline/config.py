@@ -1,7 +1,7 @@
-"""From a command line to typed dataclasses. The only module that knows Hydra's and OmegaConf's objects.
+"""From a command line to typed dataclasses.
 
-Every problem is collected: overrides are added one at a time after a failure, each part of the result is
-checked against its schema, and the caller gets dataclasses plus a list of `Problem`.
+Every problem is collected: what pipeline/compose.py could not compose, and each value that the schema of its part
+does not allow. The caller gets dataclasses plus a list of `Problem`.
 """
 
 from __future__ import annotations
@@ -11,36 +11,51 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from hydra import compose, initialize_config_dir
-from hydra._internal.utils import get_args_parser
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
+from pipeline import quoting, texts
+from pipeline.compose import CONF, compose_all, elsewhere, first_line
 from pipeline.errors import PlanError, Problem, listed, near
 from pipeline.graph import GraphConfig
+from pipeline.launching import Launching, alone, launching, too_late
 from pipeline.placement import Placement
 from pipeline.registry import Entry, discover, entries, entry_of
+from pipeline.slots import Slot, find, innermost, limits_of, refusal, words
 from pipeline.stage import setting
 
 Composed = DictConfig
-"""What Hydra hands over; only this module looks into it."""
-CONF = Path(__file__).resolve().parent.parent / "conf"
+"""What Hydra hands over; only this module and pipeline/compose.py look into it."""
+
+__all__ = ["CONF", "CommandLine", "Composed", "Configured", "Device", "Mode", "RootConfig", "load", "parse", "read"]
 
 
 class Mode(Enum):
     run = "run"
     plan = "plan"
+    diff = "diff"
+
+
+class PlanFormat(Enum):
+    text = "text"
+    mermaid = "mermaid"
+    json = "json"
 
 
 class Device(Enum):
@@ -71,17 +86,27 @@ class EvalSettings:
 
 
 @dataclass(slots=True, kw_only=True)
+class PlanSettings:
+    """The `plan` section: what mode=plan and mode=diff show."""
+
+    format: PlanFormat = setting(PlanFormat.text, doc="how a plan is printed: text, mermaid, or json as in plan.json")
+    a: str = setting("", doc="for mode=diff: a run directory, or a plan in JSON")
+    b: str = setting("", doc="for mode=diff: what to compare it with")
+
+
+@dataclass(slots=True, kw_only=True)
 class RootConfig:
     """Everything in the configuration that is not a node or a component."""
 
     name: str = setting("run", doc="names the run directory")
     seed: int = setting(0, min=0, doc="all randomness of a run derives from it")
-    mode: Mode = setting(Mode.run, doc="run, or plan: check, print and stop")
+    mode: Mode = setting(Mode.run, doc="run; plan: check, print and stop; diff: compare two plans or runs")
     run: RunSettings = setting(RunSettings, doc="")
     eval: EvalSettings = setting(EvalSettings, doc="")
     placement: dict[str, Placement] = setting({}, doc="where a node runs: local (default) or process")
     plugins: list[str] = setting([], doc="modules to import, whose backends register themselves")
     graph: GraphConfig = setting(GraphConfig, doc="")
+    plan: PlanSettings = setting(PlanSettings, doc="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +120,11 @@ class Configured:
     parts: dict[str, Any]
     entries: dict[str, Entry]
     run_dir: Path
-    sweep_dir: Path
     overrides: tuple[str, ...]
+    master: Launching | None = None
+    """Of a point of a sweep: how that sweep starts its jobs."""
+    job_dir: str = ""
+    """Of a point of a sweep: its directory in that of the sweep."""
 
     def plain(self) -> dict[str, Any]:
         """The resolved configuration as plain values."""
@@ -112,6 +140,8 @@ class CommandLine:
     multirun: bool
     inspects: bool
     """Hydra is asked to print something (`--help`, `--cfg`, `--info`, ...), not to run."""
+    master: Launching | None = None
+    """Of a point of a sweep: how that sweep starts its jobs."""
 
 
 # Flags with which Hydra would run something else than what was planned.
@@ -123,177 +153,270 @@ _REFUSED = {
 }
 
 
+_ONE_OF = ("run", "multirun", "cfg", "info", "shell_completion")
+"""Flags of which Hydra takes one."""
+
+
 def parse(argv: Sequence[str]) -> CommandLine:
     """PlanError for a flag of Hydra that the plan cannot follow."""
-    args = get_args_parser().parse_args(list(argv))
+    parser = get_args_parser()
+    parser.error = _refuse_flags  # type: ignore[method-assign]  # argparse would print its usage and exit
+    args = parser.parse_args(list(argv))
     given = [name for name in _REFUSED if getattr(args, name) is not None and not (name == "package" and args.cfg)]
     if given:
         what = "this flag cannot be used here"
         raise PlanError(Problem(where=f"--{n.replace('_', '-')}", what=what, hint=_REFUSED[n]) for n in given)
+    if args.config_dir and not Path(args.config_dir).is_dir():
+        what, hint = f"there is no folder '{args.config_dir}'", "it holds option files: GROUP/OPTION.yaml"
+        raise PlanError([Problem(where="--config-dir", what=what, hint=hint)])
+    one_of = [f"--{n.replace('_', '-')}" for n in _ONE_OF if getattr(args, n)]
+    if len(one_of) > 1:
+        what, hint = f"{' and '.join(one_of)} ask for different things", "give one of them"
+        raise PlanError([Problem(where=one_of[0], what=what, hint=hint)])
     inspects = any((args.help, args.hydra_help, args.cfg, args.info, args.shell_completion))
     config_dir = Path(args.config_dir).resolve() if args.config_dir else None
     return CommandLine(tuple(args.overrides), config_dir, bool(args.multirun), inspects)
 
 
-def prepare(line: CommandLine) -> None:
-    """Register every backend, so that its schema can be composed. PlanError if a module does not import."""
+def _refuse_flags(message: str) -> NoReturn:
+    hint = "flags: -m, --config-dir DIR, --help, --cfg job, --info; all else is an override, PATH=VALUE"
+    raise PlanError([Problem(where="command line", what=message, hint=hint)])
+
+
+def prepare(line: CommandLine) -> list[Problem]:
+    """Register every backend, so that its schema can be composed; what is wrong with plug-ins.
+
+    PlanError if a module of our own does not import.
+    """
     for path in (Path.cwd(), line.config_dir.parent if line.config_dir else None):
         if path and str(path) not in sys.path:
             sys.path.append(str(path))
     root: Any = {f.name: getattr(RootConfig(), f.name) for f in fields(RootConfig)}
-    root["placement"] = OmegaConf.create({}, flags={"struct": False})  # any node may be named without '+'
+    # Nodes and edges are named freely, without '+'; the graph's own check finds the misspelt.
+    root |= {name: OmegaConf.create(plain(root[name]), flags={"struct": False}) for name in ("placement", "graph")}
     root["mode"] = root["mode"].value
     # A plain dict and no dataclass, so that nodes and components may stand beside these keys.
     ConfigStore.instance().store(group="schema", name="root", node=root, provider="pipeline.config")
     for package in ("pipeline.runner", "stages"):
         discover(package)
-    for package in _plugins(line.overrides):
-        discover(package, where="plugins")
+    named, problems = _plugins(line.overrides)
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a plan leaves nothing beside a user's files
+    for package in named:
+        try:
+            discover(package, where="plugins")
+        except PlanError as e:
+            problems += e.problems
+    sys.dont_write_bytecode = writes
     for e in entries():
         ConfigStore.instance().store(group=f"schema/{e.role}", name=e.name, node=e.config, provider=e.origin)
+    return problems
 
 
-def _plugins(overrides: Sequence[str]) -> list[str]:
+def _plugins(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
     """Plug-ins must be imported before composing, for their schemas are part of it: so they are read first."""
-    named = [text for text in overrides if re.match(r"\+{0,2}plugins=", text)]
-    try:
-        values = [OverridesParser.create().parse_override(text).value() for text in named[-1:]]
-    except HydraException as e:
-        raise PlanError([Problem(where="plugins", what=_first_line(e), hint=f"the override was: {named[-1]}")]) from e
-    return [str(m) for value in values for m in (value if isinstance(value, list) else [value])]
+    parsed, problems = quoting.parse([t for t in overrides if re.match(r"\+{0,2}plugins=", t)][-1:])
+    values: list[Any] = [o.value() for o in parsed]
+    named = [str(m) for value in values if isinstance(value, list) for m in value]
+    for name in (n for n in named if not all(part.isidentifier() for part in n.split("."))):
+        hint = "a name as in an import statement: plugins=[my_stages]"
+        problems.append(Problem(where="plugins", what=f"'{name}' is no module name", hint=hint))
+        named.remove(name)
+    return named, problems
 
 
 def load(line: CommandLine) -> tuple[Configured, list[Problem]]:
     """Import plug-ins, compose, and check every key and value against its schema."""
-    prepare(line)
-    search = [f"hydra.searchpath=['file://{line.config_dir}']"] if line.config_dir else []
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg, problems = _compose([*search, *line.overrides])
-    configured, problems = read(cfg, line.overrides, problems)
-    if late := set(configured.root.plugins) - set(_plugins(line.overrides)):
+    problems = prepare(line)
+    broken = bool(problems)
+    with composing(line):
+        cfg, found = compose_all(line.overrides, slot_of)
+    HydraConfig.instance().set_config(cfg)  # for ${hydra:...}
+    problems += [p for p in found if p not in problems and not (broken and "no stage is registered" in p.what)]
+    problems += too_late(cfg, line.master) if line.master else alone(cfg, line.overrides)
+    configured, problems = read(cfg, written(cfg.hydra.overrides.task), problems)
+    if line.master:
+        job_dir = _text(cfg, "hydra.sweep.subdir", problems)
+        configured = replace(configured, master=line.master, job_dir=job_dir)
+    problems += _given_twice(line.overrides)
+    if not broken and (late := set(configured.root.plugins) - set(_plugins(line.overrides)[0])):
         what = f"{listed(sorted(late))} cannot be imported from here, for composing needs it before"
         problems.append(Problem(where="plugins", what=what, hint="give plugins=[...] on the command line"))
     return configured, problems
 
 
-def _compose(overrides: Sequence[str]) -> tuple[DictConfig, list[Problem]]:
-    """Compose with as many overrides as can be applied; one problem for each that cannot.
-
-    Hydra stops at the first bad override. So those that fail together are tried by halves, and those that fail
-    alone are tried again as long as others went well: an override may depend on one that stands behind it.
-    """
-    cfg, kept, failed, rest = None, list[str](), dict[str, Exception](), list(overrides)
-
-    def add(texts: list[str]) -> None:
-        nonlocal cfg
-        try:
-            cfg = compose("config", overrides=[*kept, *texts], return_hydra_config=True)
-            kept.extend(texts)
-        except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as e:
-            if not texts:
-                raise PlanError([Problem(where="conf", what=f"does not compose by itself: {_first_line(e)}")]) from e
-            if len(texts) == 1:
-                failed[texts[0]] = e
-            else:
-                add(texts[: len(texts) // 2])
-                add(texts[len(texts) // 2 :])
-
-    add(rest)
-    while len(failed) < len(rest):
-        rest = list(failed)
-        failed.clear()
-        for text in rest:
-            add([text])
-    if cfg is None:
-        add([])
-    assert cfg is not None
-    return cfg, [_override_problem(text, e, cfg) for text, e in failed.items()]
+@contextmanager
+def composing(line: CommandLine) -> Iterator[Hydra]:
+    """Hydra as `hydra.main` sets it up: inside, `compose` looks into `conf` and into `--config-dir`."""
+    version.setbase("1.3")
+    search = create_config_search_path(str(CONF))
+    if line.config_dir:
+        search.prepend("command-line", f"file://{line.config_dir}", anchor=SearchPathQuery(provider="schema"))
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2("run", search)
+    finally:
+        GlobalHydra.instance().clear()
 
 
-def _override_problem(text: str, error: Exception, cfg: DictConfig) -> Problem:
-    key, _, value = text.lstrip("+~").partition("=")
-    if options := re.search(r"Available options in '(.*)':\n((?:\t.*\n)+)", str(error)):
-        what = f"there is no '{value}' in the group '{options[1]}'"
-        return Problem(where=key, what=what, hint=near(value, options[2].split()))
-    if re.match(r"Could not (override|delete)", str(error)):
-        return _unknown(key, cfg)
-    return Problem(where=key, what=_first_line(error.__cause__ or error), hint=f"the override was: {text}")
+def sweep_launching(overrides: Sequence[str]) -> Launching:
+    """Inside `composing`: what Hydra reads of a sweep before it composes the first job. Bad overrides are left out."""
+    return launching(compose_all(overrides, slot_of)[0])
 
 
-def _unknown(key: str, cfg: DictConfig) -> Problem:
-    """A key that is not there, told at the first of its parts that is missing."""
-    parent, _, leaf = key.rpartition(".")
-    while parent and not isinstance(OmegaConf.select(cfg, parent), DictConfig):
-        parent, _, leaf = parent.rpartition(".")
-    node = OmegaConf.select(cfg, parent) if parent else cfg
-    kind = OmegaConf.get_type(node)
-    allowed = [f.name for f in fields(kind)] if is_dataclass(kind) else [str(k) for k in node if k != "hydra"]
-    if parent or leaf in allowed:
-        return Problem(where=key, what="no such setting", hint=near(leaf, allowed))
-    what = f"there is no '{leaf}' in this pipeline"
-    return Problem(where=key, what=what, hint=near(leaf, allowed, "configured"))
+def written(overrides: Any) -> tuple[str, ...]:
+    """Overrides that Hydra has kept, as they were written: an interpolation in one is not for now."""
+    kept: Any = OmegaConf.to_container(overrides, resolve=False)
+    return tuple(map(str, kept))
 
 
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, YAMLError):  # its other lines say where
-        return " ".join(str(error).split())
-    return str(error).strip().split("\n")[0]
+def assignment(key: str, value: object) -> str:
+    """An override that sets a text, whatever characters are in it."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # no interpolation begins in it
+    return f"{key}={QuotedString(text, Quote.single).with_quotes()}"
+
+
+def _given_twice(overrides: Sequence[str]) -> Iterator[Problem]:
+    for key, count in Counter(map(quoting.key_of, overrides)).items():
+        if count > 1:
+            given = [t for t in overrides if quoting.key_of(t) == key]
+            what, hint = f"is given {count} times: {', '.join(given)}", f"the last one counts: {given[-1]}"
+            yield Problem(where=key, what=what, hint=hint, level="warning")
+
+
+def slot_of(cfg: DictConfig, path: str) -> Slot | None:
+    """What the setting at a config path takes; None if there is no such setting, or no schema."""
+    top, _, inner = path.partition(".")
+    if top in {f.name for f in fields(RootConfig)}:
+        return find(RootConfig, path)
+    node = cfg._get_node(top) if top in cfg else None
+    if top == "hydra":
+        kind = OmegaConf.get_type(node)
+        return find(kind, inner) if is_dataclass(kind) and inner else None
+    entry = entry_of(OmegaConf.get_type(node)) if isinstance(node, DictConfig) else None
+    return find(entry.config, inner) if entry and inner else None
 
 
 def read(
     cfg: DictConfig, overrides: Sequence[str] = (), problems: Sequence[Problem] = ()
 ) -> tuple[Configured, list[Problem]]:
-    """A composed configuration as dataclasses, and everything in it that its schemas do not allow after `problems`."""
+    """A composed configuration as dataclasses, and everything in it that its schemas do not allow after `problems`.
+
+    `overrides` are those that it was composed with.
+    """
     known = {f.name for f in fields(RootConfig)}
+    hydra: Any = cfg.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
+    texts.keep(cfg, hydra, overrides, lambda path: slot_of(cfg, path))
     top = OmegaConf.create({k: v for k, v in cfg.items_ex(resolve=False) if k in known})
     top._set_parent(cfg)
     root, bad = _typed("", top, RootConfig)
     problems = [*problems, *bad]
     if root is None:
         raise PlanError(problems)
+    problems += _name_problems(root.name)
     parts: dict[str, Any] = {}
     found: dict[str, Entry] = {}
+    files = texts.option_files(hydra) if hydra is not None else {}
     for key in (str(k) for k in cfg if k not in known and k != "hydra"):
         node = cfg._get_node(key)
         entry = entry_of(OmegaConf.get_type(node)) if isinstance(node, DictConfig) else None
         if entry is None or not isinstance(node, DictConfig):
-            what = "is neither a setting nor a stage or component with a schema"
-            hint = f"an option file must extend one: '- /schema/<role>/<backend>@_here_'; {near(key, known)}"
-            problems.append(Problem(where=key, what=what, hint=hint))
+            if not any(p.where == key for p in problems):
+                problems.append(_no_schema(key, node, files.get(key), known))
             continue
         found[key] = entry
-        parts[key], bad = _typed(key, node, entry.config)
+        parts[key], bad = _typed(key, node, entry.config, cfg)
         problems += bad
-    run_dir, sweep_dir = (
-        Path(str(OmegaConf.select(cfg, f"hydra.{kind}.dir", default="outputs"))) for kind in ("run", "sweep")
-    )
-    return Configured(root, parts, found, run_dir, sweep_dir, tuple(overrides)), problems
+    run_dir = Path(_text(cfg, "hydra.run.dir", problems))
+    return Configured(root, parts, found, run_dir, tuple(overrides)), problems
 
 
-def _typed(where: str, node: DictConfig, schema: type) -> tuple[Any, list[Problem]]:
+def _text(cfg: DictConfig, key: str, problems: list[Problem]) -> str:
+    """A value of Hydra's own, which may hold interpolations that do not work."""
+    try:
+        return str(OmegaConf.select(cfg, key))
+    except OmegaConfBaseException as e:
+        hint = "name settings and resolvers that are there, such as ${name} and ${now:%H-%M-%S}"
+        problems.append(Problem(where=key, what=first_line(e), hint=hint))
+        return ""
+
+
+def _no_schema(key: str, node: Any, file: Path | None, known: set[str]) -> Problem:
+    """A key at the top that no backend stands behind; `file`: that of the option that was chosen for it."""
+    roles = {e.role for e in entries()}
+    if file:
+        role = file.parent.name
+        what = f"its option file {file} extends no schema, so nothing says which stage it is of"
+        first = f"let it begin with: defaults: [/schema/{role}/BACKEND@_here_, _self_]"
+        return Problem(where=key, what=what, hint=f"{first}; backends: {listed(e.name for e in entries(role))}")
+    if isinstance(node, DictConfig):
+        what = f"has settings ({listed(map(str, node))}), and no option of a group is chosen for it"
+        able = [str(e) for e in entries(key)] or [f"+GROUP@{key}=OPTION, of the groups {listed(sorted(roles))}"]
+        hint = f"choose one: {listed(able)}; or take its settings out too: experiment, task and overrides bring some"
+        return Problem(where=key, what=what, hint=hint)
+    hint = f"{near(key, known)}; a stage or component is added by +GROUP@{key}=OPTION"
+    return Problem(where=key, what="no such setting", hint=hint)
+
+
+def _name_problems(name: str) -> Iterator[Problem]:
+    """It becomes a part of a folder's name, which has 255 bytes on most file systems, and no '/' in it."""
+    odd = sorted({c for c in name if not (c.isalnum() or c in "._-")})
+    if odd or not name or len(name.encode()) > 100:
+        why = f"holds {' '.join(map(repr, odd))}" if odd else "is empty" if not name else "is longer than 100 bytes"
+        what = f"'{name[:40]}{'...' if len(name) > 40 else ''}' {why}, and it names the run directory"
+        yield Problem(where="name", what=what, hint="letters, digits, '.', '_' and '-', at most 100 bytes")
+
+
+def _typed(where: str, node: DictConfig, schema: type, whole: DictConfig | None = None) -> tuple[Any, list[Problem]]:
     """The node as an instance of its schema, and what was wrong; None if it cannot be made, as a value is missing.
 
     A bad key or value is reported and left out, so that its schema's default stands in for the rest of the checks.
+    `whole` is the configuration that the node is part of.
     """
-    problems = list(_misplaced(where, node, schema))
+    problems = list(_misplaced(where, node, schema, whole))
     for p in problems:
         _leave_out(node, p.where.removeprefix(f"{where}."))
     while True:
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(schema), node)
-            merged._set_parent(node._get_parent())
+            merged = node
+            if problems or OmegaConf.get_type(node) is not schema:  # else it is what merging would make anew
+                merged = OmegaConf.merge(OmegaConf.structured(schema), node)
+                merged._set_parent(node._get_parent())
             if missing := sorted(OmegaConf.missing_keys(merged)):
-                docs = {f.name: f.metadata.get("doc", "") for f in fields(schema)}
-                given = (Problem(where=_path(where, k), what="must be given", hint=docs.get(k, "")) for k in missing)
-                return None, [*problems, *given]
+                told = {p.where for p in problems}
+                missing = [k.removeprefix(f"{where}.") for k in missing]
+                absent = (k for k in missing if _path(where, k) not in told)
+                return None, [*problems, *(_not_given(_path(where, k), find(schema, k)) for k in absent)]
             value = OmegaConf.to_object(merged)
-            return value, [*problems, *_ranges(where, value)]
+            return value, [*problems, *_unfit(where, value)]
         except (OmegaConfBaseException, ValueError) as e:
             key = str(getattr(e, "full_key", None) or "").removeprefix(f"{where}.")
-            problems.append(Problem(where=_path(where, key), what=_first_line(e)))
-            if not _leave_out(node, key):
+            problems.append(_mistyped(_path(where, key), node, key, schema, e))
+            if not _leave_out(node, problems[-1].where.removeprefix(f"{where}.")):
                 return None, problems
+
+
+def _not_given(where: str, slot: Slot | None) -> Problem:
+    hint = (slot.meta.get("doc") or words(slot.type)) if slot else "a value"
+    return Problem(where=where, what="must be given", hint=hint)
+
+
+def _mistyped(where: str, node: DictConfig, key: str, schema: type, error: Exception) -> Problem:
+    try:
+        slot, value = find(schema, key) if key else None, OmegaConf.select(node, key) if key else None
+    except OmegaConfBaseException as e:  # an interpolation that leads nowhere
+        given = OmegaConf.to_container(node, resolve=False)
+        hint = r"it must name a setting or a variable that is there; for a literal '${' write '\${'"
+        return Problem(where=where, what=f"{first_line(e)}, which its value refers to", hint=hint + _raw(given, key))
+    if slot is None:
+        return Problem(where=where, what=first_line(error), hint="see the schema's own words for this setting")
+    inner, value, slot = innermost(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value, slot)
+    return refusal(_path(where, inner), value, slot)
+
+
+def _raw(given: Any, key: str) -> str:
+    for name in key.split("."):
+        given = given.get(name) if isinstance(given, dict) else None
+    return f" (its value is {given})" if given is not None else ""
 
 
 def _path(*keys: str) -> str:
@@ -310,38 +433,69 @@ def _leave_out(node: DictConfig, path: str) -> bool:
     return True
 
 
-def _misplaced(where: str, node: DictConfig, schema: type) -> Iterator[Problem]:
+def _misplaced(where: str, node: DictConfig, schema: type, whole: DictConfig | None) -> Iterator[Problem]:
     """Keys that the schema does not have, at any depth (`+key=value` brings them in past Hydra's own check), and
     single values where it has a section."""
     known = {f.name: f.default_factory for f in fields(schema)}
     for key in (str(k) for k in node):
         child, section = node._get_node(key), known.get(key)
         if key not in known:
-            yield Problem(where=_path(where, key), what="no such setting", hint=near(key, known))
+            other = elsewhere(key, where.partition(".")[0], whole) if whole is not None else ""
+            hint = other + near(key, known, "allowed here" if other else "allowed")
+            yield Problem(where=_path(where, key), what="no such setting", hint=hint)
         elif isinstance(section, type) and is_dataclass(section):
             if isinstance(child, DictConfig):
-                yield from _misplaced(_path(where, key), child, section)
+                yield from _misplaced(_path(where, key), child, section, whole)
             else:
-                what, keys = f"is a section, and '{child}' is a single value", (f.name for f in fields(section))
-                yield Problem(where=_path(where, key), what=what, hint=f"its keys: {listed(keys)}")
+                yield _no_section(_path(where, key), child, section)
 
 
-def _ranges(where: str, value: Any) -> Iterator[Problem]:
-    """Values outside what `setting(min=, max=, above=)` allows; NaN never is inside."""
+def _no_section(where: str, value: Any, section: type) -> Problem:
+    keys = listed(f.name for f in fields(section))
+    return Problem(where=where, what=f"is a section, and '{value}' is a single value", hint=f"its keys: {keys}")
+
+
+def _unfit(where: str, value: Any) -> Iterator[Problem]:
+    """Values outside what `setting(min=, max=, above=)` allows, and what is wrong inside of lists and dicts.
+
+    The setting's default takes their place in what is checked afterwards: that nothing fits them is no news.
+    """
     for f in fields(value):
         item, path = getattr(value, f.name), _path(where, f.name)
         if is_dataclass(item):
-            yield from _ranges(path, item)
-        elif isinstance(item, (int, float)) and not isinstance(item, bool):
-            signs = {">=": f.metadata.get("min"), "<=": f.metadata.get("max"), ">": f.metadata.get("above")}
-            bounds = {sign: bound for sign, bound in signs.items() if bound is not None}
-            if math.isnan(item) or not all(_COMPARE[sign](item, bound) for sign, bound in bounds.items()):
-                allowed = " and ".join(f"{sign} {bound}" for sign, bound in bounds.items()) or "a number"
-                hint = f"must be {allowed}: {f.metadata.get('doc')}"
-                yield Problem(where=path, what=f"{item} is not allowed", hint=hint)
+            yield from _unfit(path, item)
+            continue
+        if isinstance(f.default_factory, type) and is_dataclass(f.default_factory):  # an interpolation gave it
+            problem = _no_section(path, item, f.default_factory)
+        else:
+            problem = _out_of_range(path, item, f.metadata) or _wrong_inside(path, item, type(value), f.name)
+        if problem:
+            yield problem
+            default = f.default_factory() if callable(f.default_factory) else f.default
+            if default is not MISSING:
+                setattr(value, f.name, default)
 
 
-_COMPARE: dict[str, Callable[[float, float], bool]] = {">=": operator.ge, "<=": operator.le, ">": operator.gt}
+def _out_of_range(where: str, item: Any, meta: Mapping[str, Any]) -> Problem | None:
+    """NaN never is in a range."""
+    if not isinstance(item, (int, float)) or isinstance(item, bool):
+        return None
+    limits = {name: meta[name] for name in _COMPARE if meta.get(name) is not None}
+    if not math.isnan(item) and all(_COMPARE[name](item, limit) for name, limit in limits.items()):
+        return None
+    hint = f"must be {limits_of(meta) or 'a number'}: {meta.get('doc')}"
+    return Problem(where=where, what=f"{item} is not allowed", hint=hint)
+
+
+def _wrong_inside(where: str, item: Any, schema: type, name: str) -> Problem | None:
+    slot = find(schema, name) if isinstance(item, (dict, list)) else None
+    if slot is None or slot.takes(item):
+        return None
+    inner, value, slot = innermost(item, slot)
+    return refusal(_path(where, inner), value, slot)
+
+
+_COMPARE: dict[str, Callable[[float, float], bool]] = {"min": operator.ge, "max": operator.le, "above": operator.gt}
 
 
 def plain(value: Any) -> Any:

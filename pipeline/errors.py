@@ -59,8 +59,21 @@ def _rows(rows: Sequence[int], most: int = 8) -> str:
 def near(word: str, allowed: Iterable[str], heading: str = "allowed") -> str:
     """'did you mean ...?' for a mistyped word, and the whole list of what is allowed."""
     names = sorted(set(allowed))
-    match = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return (f"did you mean '{match[0]}'? " if match else "") + f"{heading}: {listed(names)}"
+    match = closest(word, names)
+    return (f"did you mean '{match}'? " if match else "") + f"{heading}: {listed(names)}"
+
+
+def closest(word: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant; None if none is like the word.
+
+    A part of a name between underscores counts too: `vlm` is near `vllm_async`.
+    """
+    names = list(names)
+    if match := difflib.get_close_matches(word, names, n=1, cutoff=0.6):
+        return match[0]
+    parts = {part: name for name in reversed(names) for part in name.split("_") if len(part) > 2}
+    match = difflib.get_close_matches(word, parts, n=1, cutoff=0.8)
+    return parts[match[0]] if match else None
 
 
 def listed(names: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ evaluate: [node, node, ...]            a chain: each takes what the one before g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -48,14 +48,15 @@ class Graph:
         return list(dict.fromkeys([*self.forward, *self.learn, *self.publish, *self.publish.values(), *self.evaluate]))
 
 
-def build(config: GraphConfig, classes: Classes) -> tuple[Graph, list[Problem]]:
-    """The graph and everything that is wrong with it. `classes` are the configured nodes."""
+def build(config: GraphConfig, classes: Classes, told: Container[str] = ()) -> tuple[Graph, list[Problem]]:
+    """The graph and everything that is wrong with it. `classes` are the configured nodes; nodes in `told` are known to
+    be wrong already, and that they are missing here is no news."""
     order, problems = _order(config.forward)
     eval_port: dict[str, str] = {}
     graph = Graph(order, config.learn, config.publish, tuple(config.evaluate), eval_port)
     used = graph.nodes()
     for name in used:
-        if name not in classes:
+        if name not in classes and name not in told:
             what = f"no stage is configured under '{name}'"
             problems.append(Problem(where=_where(graph, name), what=what, hint=near(name, classes)))
     for name in classes:
@@ -63,14 +64,22 @@ def build(config: GraphConfig, classes: Classes) -> tuple[Graph, list[Problem]]:
             hint = f"add it to graph.forward, or remove it with '~{name}'"
             problems.append(Problem(where=name, what="is configured but not wired", hint=hint))
     for node, feeds in graph.forward.items():
-        problems += _check_feeds(f"graph.forward.{node}", node, "run", feeds, graph, classes)
+        problems += _news(told, feeds, _check_feeds(f"graph.forward.{node}", node, "run", feeds, graph, classes))
     for node, feeds in graph.learn.items():
-        problems += _check_feeds(f"graph.learn.{node}", node, "learn", feeds, graph, classes)
+        problems += _news(told, feeds, _check_feeds(f"graph.learn.{node}", node, "learn", feeds, graph, classes))
     for server, learner in graph.publish.items():
         problems += _able(f"graph.publish.{server}", server, "receive", classes)
         problems += _able(f"graph.publish.{server}", learner, "publish", classes)
     problems += _check_chain(graph, classes, eval_port)
     return graph, problems
+
+
+def _news(told: Container[str], feeds: Mapping[str, str], problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Without those of an edge, or of a producer in graph.forward, that is known to be wrong."""
+    for problem in problems:
+        producer = feeds.get(problem.where.rpartition(".")[2])
+        if problem.where not in told and f"graph.forward.{producer}" not in told:
+            yield problem
 
 
 def _order(forward: Edges) -> tuple[Edges, list[Problem]]:
@@ -79,8 +88,15 @@ def _order(forward: Edges) -> tuple[Edges, list[Problem]]:
     try:
         return {n: forward[n] for n in TopologicalSorter(known).static_order()}, []
     except CycleError as e:
-        path = " -> ".join(e.args[1])
-        return forward, [Problem(where="graph.forward", what=f"has a cycle: {path}", hint="remove one of these edges")]
+        path = e.args[1]
+        edges = [
+            f"graph.forward.{node}.{port}={producer}"
+            for producer, node in pairwise(path)
+            for port, feeder in forward[node].items()
+            if feeder == producer
+        ]
+        what, hint = f"has a cycle: {' -> '.join(path)}", f"take away or change one of its edges: {listed(edges)}"
+        return forward, [Problem(where="graph.forward", what=what, hint=hint)]
 
 
 def _where(graph: Graph, node: str) -> str:
@@ -122,15 +138,31 @@ def _check_feeds(
 def _check_port(where: str, port: Port, producer: str | None, graph: Graph, classes: Classes) -> Iterator[Problem]:
     makers = [n for n in graph.forward if issubclass(_made_by(n, classes) or object, port.type)]
     hint = f"nodes that make one: {listed(makers)}"
+    none = not makers
     if producer is None:
         if not port.optional:
             yield Problem(where=where, what=f"nothing feeds this input, which takes a {port.type.__name__}", hint=hint)
     elif producer not in graph.forward:
         what = f"'{producer}' is not a node of graph.forward"
-        yield Problem(where=where, what=what, hint=near(producer, graph.forward))
+        add = _how_to_add(producer, graph, classes)
+        hint = (add if none else f"{add}; {hint}") if add else near(producer, graph.forward)
+        yield Problem(where=where, what=what, hint=hint)
     elif (made := _made_by(producer, classes)) and not issubclass(made, port.type):
         what = f"takes a {port.type.__name__}, but '{producer}' makes a {made.__name__}"
         yield Problem(where=where, what=what, hint=hint)
+
+
+def _how_to_add(node: str, graph: Graph, classes: Classes) -> str:
+    """The override that wires a configured node into the forward phase; empty if there is no such node."""
+    if node not in classes or not has(classes[node], "run"):
+        return ""
+    needed = {name: port for name, port in ports(classes[node], "run").inputs.items() if not port.optional}
+    makers = {
+        name: next((n for n in graph.forward if issubclass(_made_by(n, classes) or object, port.type)), "NODE")
+        for name, port in needed.items()
+    }
+    feeds = ", ".join(f"{name}: {maker}" for name, maker in makers.items())
+    return f"it is configured: wire it by 'graph.forward.{node}={{{feeds}}}'"
 
 
 def _check_chain(graph: Graph, classes: Classes, eval_port: dict[str, str]) -> Iterator[Problem]:
@@ -142,7 +174,7 @@ def _check_chain(graph: Graph, classes: Classes, eval_port: dict[str, str]) -> I
         what = f"'{chain[0]}' also feeds training, and evaluating would use up its batches"
         yield Problem(where=where, what=what, hint="begin with a loader of its own: '+loader@eval_loader=...'")
     for before, node in pairwise(("", *chain)):
-        if node not in classes or not has(classes[node], "run"):
+        if node not in classes or not has(classes[node], "run") or (before and before not in classes):
             continue
         inputs = ports(classes[node], "run").inputs
         made = _made_by(before, classes)

