@@ -3,10 +3,13 @@
 python run.py                                   the default pipeline
 python run.py pipeline=grpo reward.target=reverse run.steps=20
 python run.py mode=plan                         check everything, print the plan, do nothing
+python run.py mode=diff plan.a=DIR plan.b=DIR   what differs between two runs or plans
+python run.py -m seed=0,1,2                     a sweep: every point is checked first, each is a process of its own
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +17,8 @@ from pipeline import entry
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status: 0 well, 1 a stage failed, 2 the configuration cannot run, 130 or 143 stopped by a signal."""
+    """Exit status: 0 well, 1 a stage or a job of a sweep failed (mode=diff: the two differ), 2 the configuration cannot
+    run, 130 or 143 stopped by a signal."""
     line = entry.parse_or_explain(argv)
     if line is None:
         return 2
@@ -23,10 +27,21 @@ def main(argv: Sequence[str]) -> int:
         if plans is None:
             return 2
         if not any(map(entry.is_execution, plans)):
-            print(*map(entry.render, plans), sep="\n\n")
-            return 0
+            return entry.tell(plans)
+        if line.multirun:
+            return entry.sweep(line, plans)
     return entry.hydra_run(line)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    entry.end_with_parent()
+    try:
+        status = main(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:  # while planning; a run and a sweep end in their own ways
+        print("\nstopped; nothing was started", file=sys.stderr)
+        status = 130
+    except BrokenPipeError:  # the reader has seen enough: `python run.py mode=plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
 import os
 import signal
@@ -9,23 +11,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 
-from pipeline import config, plan
-from pipeline.config import CommandLine, Composed, Mode, parse
+from pipeline import config, diff, plan
+from pipeline.config import CommandLine, Composed, Mode, PlanFormat, parse
 from pipeline.errors import PlanError, Problem, StageError
 from pipeline.plan import Plan
 from pipeline.program import Program
 from pipeline.run_dir import claim
-from pipeline.show import render
+from pipeline.show import as_json, show
+from pipeline.sweep.board import Board
+from pipeline.sweep.jobs import LOG, RECORD, end_with_parent
+from pipeline.sweep.points import Points, common, distinct, expand, is_grid, launch, same_directory
+from pipeline.sweep.stop import Stop
 
-__all__ = ["hydra_run", "is_execution", "parse_or_explain", "plan_or_explain", "render"]
+__all__ = ["end_with_parent", "hydra_run", "is_execution", "parse_or_explain", "plan_or_explain", "sweep", "tell"]
 log = logging.getLogger("headrace")
 
 # No stage downloads anything or tells anybody anything; set before the libraries are imported.
@@ -51,39 +54,58 @@ def parse_or_explain(argv: Sequence[str]) -> CommandLine | None:
 
 def plan_or_explain(line: CommandLine) -> list[Plan] | None:
     """The plan of each point of a sweep, or the only one; None after printing every problem on standard error."""
+    gc.disable()  # a plan makes many objects and hardly any garbage: looking for it takes a tenth of the time
+    try:
+        return _plan_or_explain(line)
+    finally:
+        gc.enable()
+        gc.freeze()  # nor is there any later in what was imported and planned, in a run or at the end of the process
+
+
+def _plan_or_explain(line: CommandLine) -> list[Plan] | None:
+    try:
+        lines, problems = expand(line)
+    except PlanError as e:
+        lines, problems = [], list(e.problems)
     plans: list[Plan] = []
-    problems: list[Problem] = []
-    for point in points(line):
+    found: dict[Problem, list[CommandLine]] = {}
+    for point in lines:
         try:
             plans.append(made := plan.make(point))
-            if is_execution(made):
-                problems += _taken("sweep" if line.multirun else "run", made)
+            bad = list(_taken(made)) if is_execution(made) else []
         except PlanError as e:
-            problems += e.problems
+            bad = list(e.problems)
+        for problem in bad:
+            found.setdefault(problem, []).append(point)
+    problems += [_of_points(problem, points, lines) for problem, points in found.items()]
+    problems += same_directory(plans) if line.multirun else []
     if problems:
         explain(PlanError(dict.fromkeys(problems)))
         return None
     return plans
 
 
-def points(line: CommandLine) -> list[CommandLine]:
-    """A command line for each point of a sweep, as Hydra's basic sweeper makes them."""
-    if not line.multirun:
-        return [line]
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(line.overrides))
-    except HydraException:
-        return [line]  # composing it tells what is wrong
-    batches = BasicSweeper.split_arguments(parsed, None)
-    return [replace(line, overrides=tuple(point)) for batch in batches for point in batch]
+def _of_points(problem: Problem, points: Sequence[CommandLine], every: Sequence[CommandLine]) -> Problem:
+    """The problem, with the points of a sweep that have it, unless all have."""
+    if len(points) == len(every):
+        return problem
+    own = " ".join(distinct(points[0].overrides, common(line.overrides for line in every)))
+    where = f"at the point {own}" + (f" and {len(points) - 1} more" if len(points) > 1 else "")
+    return replace(problem, hint=f"{problem.hint}\n    {where}" if problem.hint else where)
 
 
-def _taken(kind: Literal["run", "sweep"], made: Plan) -> Iterator[Problem]:
-    """Whether the directory that Hydra will write into, `hydra.<kind>.dir`, holds something."""
-    folder = made.configured.sweep_dir if kind == "sweep" else made.configured.run_dir
-    if folder.is_dir() and any(folder.iterdir()):
+def _taken(made: Plan) -> Iterator[Problem]:
+    """Whether the directory that Hydra will write into holds something."""
+    of_sweep = made.configured.master
+    kind, folder = ("sweep", of_sweep.folder) if of_sweep else ("run", made.configured.run_dir)
+    where, hint = f"hydra.{kind}.dir", "choose a new directory, or leave it out"
+    if any(len(os.fsencode(part)) > 255 for part in folder.parts):
+        yield Problem(where=where, what=f"'{folder}' has a name of more than 255 bytes", hint=hint)
+        return
+    just_made = (folder / RECORD).exists()  # for a job, by its sweep; `claim` looks at what lies there
+    if folder.is_dir() and any(folder.iterdir()) and not just_made:
         what = f"'{folder}' exists and is not empty; a run never writes into the files of another"
-        yield Problem(where=f"hydra.{kind}.dir", what=what, hint="choose a new directory, or leave it out")
+        yield Problem(where=where, what=what, hint=hint)
 
 
 def explain(error: PlanError, last: str = "Nothing was started and nothing was written.") -> None:
@@ -95,12 +117,54 @@ def explain(error: PlanError, last: str = "Nothing was started and nothing was w
     print(last, file=sys.stderr)
 
 
+def tell(plans: Sequence[Plan]) -> int:
+    """Print what was asked for instead of a run, and its exit status: of mode=diff, 1 if the two differ."""
+    first = plans[0].root
+    as_is = first.plan.format is PlanFormat.json
+    if first.mode is Mode.diff:
+        try:
+            found = diff.compare(first.plan)
+        except PlanError as e:
+            explain(e)
+            return 2
+        print(json.dumps(found.plain(), indent=1) if as_is else diff.render(found, first.plan.a, first.plan.b))
+        return int(bool(found))
+    if as_is and len(plans) > 1:
+        print("[" + ",\n".join(map(as_json, plans)) + "]")
+    else:
+        print(*map(show, plans), sep="\n\n")
+    return 0
+
+
 def is_execution(made: Plan) -> bool:
     return made.root.mode is Mode.run
 
 
+def sweep(line: CommandLine, plans: Sequence[Plan]) -> int:
+    """Every point of a sweep, each in a process of its own. 1 if a job failed; 130 or 143 after a signal."""
+    master = plans[0].configured.master
+    assert master is not None
+    try:
+        master.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        explain(PlanError([Problem(where="hydra.sweep.dir", what=f"'{master.folder}' cannot be made: {e.strerror}")]))
+        return 2
+    jobs = len(plans) if is_grid(master) else None
+    print(f"{'a search' if jobs is None else f'{jobs} jobs'} in {master.folder}", flush=True)
+    stop = Stop(master.folder)
+    # Workers of a launcher import the framework and the user's plug-ins.
+    os.environ["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    with stop.listening(), Board(master.folder, jobs, common(p.configured.overrides for p in plans)) as board:
+        try:
+            launch(line, Points(line.config_dir, master.folder, stop))
+        except (Exception, KeyboardInterrupt):
+            if not stop.signals:  # else it is that its jobs did not end well
+                raise
+    return 128 + stop.signals[0] if stop.signals else 0 if board.well else 1
+
+
 def hydra_run(line: CommandLine) -> int:
-    """Hydra makes the run directory (or those of a sweep) and calls `execute` for each job."""
+    """Hydra makes the run directory and calls `execute`, or prints what it is asked for."""
     status = 0
 
     def job(cfg: Composed) -> int:
@@ -109,7 +173,8 @@ def hydra_run(line: CommandLine) -> int:
         return status
 
     try:
-        config.prepare(line)
+        if problems := config.prepare(line):
+            raise PlanError(problems)
     except PlanError as e:
         explain(e)
         return 2
@@ -122,11 +187,10 @@ def execute(cfg: Composed) -> int:
     runtime = HydraConfig.get()
     run_dir = Path(runtime.runtime.output_dir)
     try:
-        made = plan.check(*config.read(cfg, overrides=tuple(runtime.overrides.task)))
-        if not is_execution(made):  # one point of a sweep over modes
-            print(render(made))
-            return 0
-        claim(run_dir, made, hydras={f"{runtime.job.name}.log", str(runtime.output_subdir)})
+        made = plan.check(*config.read(cfg, overrides=config.written(runtime.overrides.task)))
+        if not is_execution(made):  # a job of a sweep over modes
+            return tell([made])
+        claim(run_dir, made, hydras={f"{runtime.job.name}.log", str(runtime.output_subdir), RECORD, LOG})
     except PlanError as e:
         explain(e, f"No stage was started. The run directory is {run_dir}")
         return 2
@@ -140,7 +204,7 @@ def execute(cfg: Composed) -> int:
         log.error("%s\n%s", e, e.detail)
         print(f"\n{e}\nThe traceback is in {run_dir / 'run.log'}", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, SystemExit) as e:  # Ctrl-C, SIGTERM: the end of a whole sweep
+    except (KeyboardInterrupt, SystemExit) as e:  # Ctrl-C, SIGTERM
         print(f"\nstopped; what was written lies in {run_dir}", file=sys.stderr)
         raise SystemExit(130 if isinstance(e, KeyboardInterrupt) else e.code) from None
     finally:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,13 @@ OWN = ("--config-dir", str(MINE / "conf"), "plugins=[my_stages]")
 
 LIMIT_S = 300.0
 """For what takes seconds: machines that run tests are busy."""
+
+_AT_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""Of a session's leader: from now on this terminal sends its Ctrl-C to us."""
 
 Process = tuple[int, int]
 """Process id and start time in clock ticks: ids come again, pairs do not."""
@@ -62,10 +69,18 @@ class Ended:
 class Run:
     """`python run.py *args` in a working directory of its own, with a folder of its own for temporary files.
 
-    It leads a process group, as a program in a terminal does.
+    It leads a process group, as a program in a terminal does; `terminal`, a descriptor, makes it one. `more` is added
+    to the environment.
     """
 
-    def __init__(self, folder: Path, *args: str):
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        program: Path = ROOT / "run.py",
+        terminal: int | None = None,
+        more: Mapping[str, str] | None = None,
+    ):
         self.folder = folder
         self._temporary = folder / "tmp"
         self._temporary.mkdir(parents=True)
@@ -73,17 +88,17 @@ class Run:
         self._shm = set(os.listdir("/dev/shm"))
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "HYDRA"))}
         env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), "COLUMNS": "200", "MINE": str(MINE)}
-        env["PYTHONFAULTHANDLER"] = "1"
+        env |= {"PYTHONFAULTHANDLER": "1", **(more or {})}
         env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # torch makes this empty folder when it is imported
         self._started = time.monotonic()
         with (folder / "out.txt").open("wb") as out, (folder / "err.txt").open("wb") as err:
             self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "run.py"), *args],
+                [sys.executable, *(("-c", _AT_TERMINAL) if terminal else ()), str(program), *args],
                 cwd=folder,
                 env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
+                stdin=terminal or subprocess.DEVNULL,
+                stdout=terminal or out,
+                stderr=terminal or err,
                 start_new_session=True,
             )
 
@@ -98,6 +113,10 @@ class Run:
             time.sleep(0.05)
         self._look()
         return self
+
+    def alive(self) -> bool:
+        self._look()
+        return self._process.poll() is None
 
     def send(self, number: int, *, group: bool = False) -> Run:
         """A signal to the run, or to its process group, as Ctrl-C in a terminal is."""
@@ -180,6 +199,13 @@ class Run:
 
 def run(folder: Path, *args: str) -> Ended:
     return Run(folder, *args).end()
+
+
+def run_each(folder: Path, *lines: Iterable[str]) -> Ended:
+    """A run for each command line, all in one process."""
+    return Run(
+        folder, json.dumps([list(line) for line in lines]), program=Path(__file__).parent / "one_process.py"
+    ).end()
 
 
 def _stats() -> dict[int, Process]:

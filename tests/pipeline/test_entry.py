@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 import run
 from pipeline import config, entry
-from pipeline.errors import PlanError
+from pipeline.compose import compose_all
+from pipeline.errors import PlanError, Problem
 from pipeline.run_dir import claim
 from tests.pipeline.conftest import toy, toy_line
 
@@ -61,14 +62,11 @@ def test_a_job_that_is_refused_does_not_say_that_nothing_was_written(
     assert f"The run directory is {tmp_path}" in told
 
 
-def composed() -> tuple[config.Composed, list[object]]:
-    from hydra import initialize_config_dir
-
+def composed() -> tuple[config.Composed, list[Problem]]:
     line = toy_line()
     config.prepare(line)
-    with initialize_config_dir(str(config.CONF), version_base="1.3"):
-        cfg, problems = config._compose([f"hydra.searchpath=['file://{line.config_dir}']", *line.overrides])
-    return cfg, [*problems]
+    with config.composing(line):
+        return compose_all(line.overrides, config.slot_of)
 
 
 def test_a_flag_that_cannot_be_used_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
