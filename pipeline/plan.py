@@ -206,16 +206,14 @@ class _Parts:
         self.there = {"cpu": machine.host()} | ({"cuda": machine.cuda()} if device == "cuda" else {})
         whole = {node: made[0][1] for node, made in self.built.items()}
         memory = self.there[device]
-        self.device, self._common = (
-            device,
-            {
-                "root": root,
-                "values": self.values,
-                "nodes": whole,
-                "device": device,
-                "device_memory": memory.total if memory else None,
-            },
-        )
+        self.device = device
+        self._common: dict[str, Any] = {
+            "root": root,
+            "values": self.values,
+            "nodes": whole,
+            "device": device,
+            "device_memory": memory.total if memory else None,
+        }
 
     def check(self) -> None:
         for _, part, facts in self._with_facts():

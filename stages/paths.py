@@ -29,7 +29,7 @@ def instead_of(path: Path, most: int = 8) -> str:
     """
     folder = next(p for p in path.parents if p.is_dir())
     missing = path.relative_to(folder).parts[0]
-    folders = [folder, Path.cwd()] if folder == ROOT else [folder]
+    folders = [*dict.fromkeys([folder, Path.cwd()])] if folder == ROOT else [folder]
     names = sorted({f.name + "/" * f.is_dir() for d in folders for f in d.iterdir() if not f.name.startswith(".")})
     match = closest(missing, (n.rstrip("/") for n in names))
     shown = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
