@@ -65,7 +65,7 @@ def compare(settings: PlanSettings) -> Difference:
 
 
 def _is_speed(name: str) -> bool:
-    return name.startswith(("time/", "memory/", "gpu/")) or name.endswith("_per_s")
+    return name.startswith(("time/", "memory/", "gpu/")) or name.endswith(("_s", "_gb"))  # waits and rates too
 
 
 def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Change]:

@@ -34,10 +34,12 @@ def difference(a: str, b: str) -> Any:
 def test_nothing_differs(tmp_path: Path) -> None:
     metrics = [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "reward/mean": 0.25, "time/step_s": 1.0}]
     a = write(tmp_path / "a", "seed=1", metrics=metrics)
-    b = write(tmp_path / "b", "seed=1", "mode=plan", metrics=[metrics[0], metrics[1] | {"time/step_s": 2.0}])
+    slower = metrics[1] | {"time/step_s": 2.0, "loader/wait_s": 0.5, "rollout/tokens_per_s": 3.0, "memory/peak_gb": 1.0}
+    b = write(tmp_path / "b", "seed=1", "mode=plan", metrics=[metrics[0], slower])
     found = difference(a, b)
     assert not found
-    assert found.speed == {"time/step_s": (1.0, 2.0)}
+    assert found.speed["time/step_s"] == (1.0, 2.0)
+    assert set(found.speed) == {"time/step_s", "loader/wait_s", "rollout/tokens_per_s", "memory/peak_gb"}
     text = render(found, a, b)
     assert "no difference in settings, versions and final metrics" in text
     assert "  time/step_s: 1 -> 2  (+1)" in text
