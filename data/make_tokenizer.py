@@ -1,8 +1,8 @@
 """Make `data/tokenizer/`: one token a byte, and three special tokens.
 
 A byte-level BPE without merges: any UTF-8 text survives encode and decode unchanged, newlines included, and a
-digit is one token. Nothing is added around a text and there is no chat template: what is encoded is what was
-written.
+digit is one token. Nothing is added around a text: what is encoded is what was written. The chat template writes what
+the messages of a chat say, one after the other, and no more.
 
     python data/make_tokenizer.py
 """
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 MAX_LENGTH = 128
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def build() -> PreTrainedTokenizerFast:
@@ -35,6 +36,7 @@ def build() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_LENGTH,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

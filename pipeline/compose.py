@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,26 +42,60 @@ class _Chosen:
     failed: Mapping[str, Exception]
 
 
-def compose_all(texts: Sequence[str], slot_of: SlotOf) -> tuple[DictConfig, list[Problem]]:
+def compose_all(texts: Sequence[str], slot_of: SlotOf, own: Collection[str] = ()) -> tuple[DictConfig, list[Problem]]:
     """Inside `config.composing`: the configuration with as many overrides as can be applied, and one problem for each
-    that cannot. PlanError if it does not compose by itself.
+    that cannot. PlanError if it does not compose by itself. `own`: keys at the top that are not for options.
     """
     loader: Any = GlobalHydra.instance().config_loader()
     search = tuple(str(p.path).removeprefix("file://") for p in loader.get_search_path().get_path())
     folders = [Path(p) for p in search if Path(p).is_dir()]
     parsed, problems = quoting.parse(texts)
+    misplaced = {id(o): p for o in parsed if (p := _not_allowed(o, own, _is_choice(o, loader)))}
+    problems += misplaced.values()
+    parsed = [o for o in parsed if id(o) not in misplaced]
     choices = {str(o.input_line): o for o in parsed if _is_choice(o, loader)}
     chosen = _choose(search, tuple(choices), frozenset(entries()))
-    problems += [_choice_problem(choices[text], e, chosen.cfg, folders) for text, e in chosen.failed.items()]
+    for text, error in chosen.failed.items():
+        inside = _inside_of_option(error, chosen.cfg, folders, slot_of)
+        problems.append(inside or _choice_problem(choices[text], error, chosen.cfg, folders))
     cfg = copy.deepcopy(chosen.cfg)
     missed = {o.package or o.key_or_group: o.key_or_group for o in map(choices.__getitem__, chosen.failed)}
-    failed = dict(_set([o for o in parsed if o.input_line not in choices], cfg))
+    values = [o for o in parsed if o.input_line not in choices]
+    misread = {id(o): p for o in values if (p := _no_truth(o.key_or_group, o.value(), cfg, slot_of))}
+    problems += misread.values()
+    parsed = [o for o in parsed if id(o) not in misread]
+    failed = dict(_set([o for o in values if id(o) not in misread], cfg))
     for override, error in failed.values():
         if not _of_missed_choice(override, missed):
             problems.append(_value_problem(override, error, cfg, slot_of))
     _note(cfg, [o for o in parsed if o.input_line not in chosen.failed and o.input_line not in failed])
     order = [quoting.key_of(text) for text in texts]
     return cfg, sorted(problems, key=lambda p: order.index(p.where) if p.where in order else len(order))
+
+
+def _not_allowed(override: Override, own: Collection[str], choice: bool) -> Problem | None:
+    """What Hydra would take and nobody can mean: an option in place of a section of the configuration itself, and the
+    removal of such a section or setting, after which its default would count."""
+    key = override.key_or_group
+    name = override.package
+    if choice and name is not None and ("." in name or name in {*own, "", "hydra", "_global_", "_here_"}):
+        what = f"'{name}' is no name for a node or component"
+        hint = f"a plain name that is not used yet: +{key}@NAME={quoting.written(override)}"
+        return Problem(where=f"{key}@{name}", what=what, hint=f"{hint}; used for other things: {listed(sorted(own))}")
+    if override.is_delete() and not choice and key in own:
+        return Problem(where=key, what="can be set but not removed", hint=f"leave '~{key}' out, and its default counts")
+    return None
+
+
+def _no_truth(key: str, value: Any, cfg: DictConfig, slot_of: SlotOf) -> Problem | None:
+    """A number other than 0 and 1 for true or false, which OmegaConf would take for true."""
+    if isinstance(value, dict):
+        return next((p for k, v in value.items() if (p := _no_truth(f"{key}.{k}", v, cfg, slot_of))), None)
+    number = int(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d{1,9}", value) else value
+    if not isinstance(number, (int, float)) or number in (0, 1):
+        return None
+    slot = slot_of(cfg, key)
+    return refusal(key, value, slot) if slot and slot.is_truth else None
 
 
 def _note(cfg: DictConfig, overrides: Sequence[Override]) -> None:
@@ -128,9 +162,29 @@ def _choose(search: tuple[str, ...], choices: tuple[str, ...], schemas: frozense
     return _Chosen(cfg, failed)
 
 
+def _inside_of_option(
+    error: BaseException, cfg: DictConfig, folders: Sequence[Path], slot_of: SlotOf
+) -> Problem | None:
+    """What is wrong with a setting that an option's file gives: Hydra says only that something is."""
+    cause: BaseException | None = error
+    while cause is not None and not getattr(cause, "full_key", None):
+        cause = cause.__cause__ or cause.__context__
+    key, option = str(getattr(cause, "full_key", "")), re.match("In '([^']*)'", str(error))
+    if not key or option is None:
+        return None
+    file = option_file(option[1], folders)
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        found = unknown(key, cfg)
+    elif slot := slot_of(cfg, key):
+        found = refusal(key, getattr(cause, "value", None), slot)
+    else:
+        return None
+    return replace(found, what=f"{found.what}, and {file} sets it")
+
+
 def _choice_problem(override: Override, error: Exception, cfg: DictConfig, folders: Sequence[Path]) -> Problem:
     key, group, text = override.get_key_element().lstrip("+~"), override.key_or_group, str(error)
-    value = quoting.written(override)
+    value = v if isinstance(v := override.value(), str) else quoting.written(override)
     if schema := re.search(r"In '(.*)': Could not load 'schema/(.*)/(.*)'", text):
         return _without_backend(key, schema, folders)
     if options := re.search(r"Available options in '(.*)':\n((?:\t.*\n?)+)", text):
@@ -139,7 +193,10 @@ def _choice_problem(override: Override, error: Exception, cfg: DictConfig, folde
     if "Multiple values for" in text:
         hint = f"choose it with {key}={value}, without '+'; a second one: +{group}@NAME={value}"
         return Problem(where=key, what="is chosen already, and is not a list", hint=hint)
-    if re.search("Could not (override|delete) '", text):
+    if (named := re.search("Could not (override|delete) '(.*)'", text)) and named[2] not in (key, group):
+        what = f"'{value}' changes the choice of '{named[2]}', and nothing is chosen under that name here"
+        return Problem(where=key, what=what, hint=f"choose {group}={value} itself, or another pipeline")
+    if named:
         configured = [k for k in cfg.hydra.runtime.choices if not k.startswith("hydra/")]
         hint = f"to add it: +{key}={value}; {near(key, configured, 'chosen so far')}"
         return Problem(where=key, what="nothing is chosen under this name, so nothing can be changed", hint=hint)

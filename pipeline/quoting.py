@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import re
 import shlex
+import unicodedata
 from collections.abc import Sequence
+from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from antlr4 import CommonTokenStream, InputStream
+from hydra.core.override_parser.overrides_parser import OverridesParser, create_functions
+from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from pipeline.errors import Problem
 
 _KEY = re.compile(r"[\w$./@-]+")
+_LONGEST = 200
+"""Characters of a config path; Hydra looks for a folder of that name, and file systems have a limit."""
 
 
 def parse(texts: Sequence[str]) -> tuple[list[Override], list[Problem]]:
@@ -37,9 +45,10 @@ def parse(texts: Sequence[str]) -> tuple[list[Override], list[Problem]]:
 def _parse(text: str) -> Override | None:
     try:
         override = OverridesParser.create().parse_override(text)
-    except HydraException:
+    except (HydraException, ValueError):  # ValueError: a number of more digits than Python reads
         return None
-    return override if override.key_or_group else None
+    key = override.key_or_group
+    return override if key and len(key) <= _LONGEST else None
 
 
 def is_readable(text: str) -> bool:
@@ -55,6 +64,21 @@ def key_of(text: str) -> str:
 def written(override: Override) -> str:
     """The value as it stands on the command line."""
     return (override.input_line or "").partition("=")[2].strip()
+
+
+class _AsWritten(HydraOverrideVisitor):
+    """Gives numbers and truth values as the characters that they are written with."""
+
+    def visitPrimitive(self, ctx: OverrideParser.PrimitiveContext) -> Any:
+        made = super().visitPrimitive(ctx)
+        return ctx.getText() if isinstance(made, (int, float)) else made
+
+
+def as_written(override: Override) -> Any:
+    """The value, in which text stands for each number and truth value: `[1e3, yes]` holds '1e3'."""
+    tokens = CommonTokenStream(OverrideLexer(InputStream(override.input_line or "")))
+    read: Any = _AsWritten(create_functions()).visit(OverrideParser(tokens).override())
+    return read.value()
 
 
 def quoted(key: str, value: str) -> str:
@@ -73,19 +97,30 @@ def shell(text: str) -> str:
 def _unreadable(text: str) -> Problem:
     head, equals, value = text.partition("=")
     key = key_of(text)
-    if not _KEY.fullmatch(key):
-        what = f"is no override: {repr(key) if key else 'nothing'} is no config path"
-        hint = "an override is PATH=VALUE, such as rollout.n=4; an item of a list is PATH.0=VALUE"
-        return Problem(where=_short(text) or "''", what=what, hint=hint)
+    if not _KEY.fullmatch(key) or (equals and _parse(f"key={value}")):
+        return _no_path(text, head)
     if not equals:
         hint = f"write {key}=VALUE; '~{key}' would remove it, and a flag begins with '-'"
         return Problem(where=key, what="has no value: an override is PATH=VALUE", hint=hint)
     why = f"{_listed(special)} must stand in quotes" if (special := _special(value)) else "its quotes do not match"
+    why = "it has too many digits" if value.isdigit() else why
     hint = f"for this very text: {quoted(head.strip(), value)}"
     if value[:1] in ("[", "{"):
         form = f"{key}=[a,b]" if value[0] == "[" else f"{key}={{a:1,b:2}}"
         hint = f"a {'list' if value[0] == '[' else 'section'} is written {shell(form)}; {hint}"
     return Problem(where=key, what=f"the value {_short(repr(value))} cannot be read: {why}", hint=hint)
+
+
+def _no_path(text: str, head: str) -> Problem:
+    """What stands before the '=' is what cannot be read; a letter of another alphabet may look like one of ours."""
+    key = head.strip().lstrip("+~")
+    odd = {c: unicodedata.name(c, "no character with a name") for c in key if not c.isascii()}
+    why = [f"{c!r} is {name}" for c, name in odd.items()]
+    why += [f"it is longer than {_LONGEST} characters"] if len(key) > _LONGEST else []
+    why += ["there is a space beside it"] if key and head != head.strip() else []
+    what = f"is no override: {_short(repr(key)) if key else 'nothing'} is no config path"
+    hint = "an override is PATH=VALUE, such as rollout.n=4; an item of a list is PATH.0=VALUE"
+    return Problem(where=_short(text) or "''", what=f"{what}{': ' if why else ''}{', '.join(why)}", hint=hint)
 
 
 def _several(text: str) -> Problem:

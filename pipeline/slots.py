@@ -23,7 +23,16 @@ class Slot:
 
     @property
     def is_text(self) -> bool:
-        return _without_none(self.type)[0] is str
+        """Of any type too, where `setting(text=True)` says so."""
+        return _without_none(self.type)[0] is str or bool(self.meta.get("text"))
+
+    @property
+    def is_truth(self) -> bool:
+        return _without_none(self.type)[0] is bool
+
+    @property
+    def is_number(self) -> bool:
+        return _without_none(self.type)[0] in (int, float)
 
     @property
     def example(self) -> str:
@@ -47,6 +56,8 @@ def find(schema: type, path: str) -> Slot | None:
     if rest and is_dataclass(kind):
         return find(kind, rest)  # type: ignore[arg-type]
     for _ in rest.split(".") if rest else ():
+        if kind is Any:
+            break
         if get_origin(kind) not in (dict, list):
             return None
         kind, default = get_args(kind)[-1], MISSING

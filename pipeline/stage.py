@@ -41,13 +41,15 @@ def setting(
     min: float | None = None,
     max: float | None = None,
     above: float | None = None,
+    text: bool = False,
 ) -> Any:
     """A field of a config dataclass: its default, what it means (with unit), and the range that is allowed.
 
-    `min` and `max` are inclusive, `above` is exclusive. A list or dict default is copied for each instance; a
-    dataclass stands for one made of its own defaults.
+    `min` and `max` are inclusive, `above` is exclusive; numbers are finite. `text`: of a setting that takes more than
+    text (a list, say), that a single value is text however it looks: a file may be named `1e3`. A list or dict default
+    is copied for each instance; a dataclass stands for one made of its own defaults.
     """
-    meta = {"doc": doc, "min": min, "max": max, "above": above}
+    meta = {"doc": doc, "min": min, "max": max, "above": above, "text": text}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=meta)
     if isinstance(default, type):

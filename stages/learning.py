@@ -90,7 +90,8 @@ def memory(facts: Facts, cfg: LearningConfig, model: Model, *, critic: bool = Fa
 
 
 def _nearest(rows: int, mini_batch: int) -> str:
-    legal = [n for n in range(1, rows + 1) if rows % n == 0]
+    small = [n for n in range(1, min(math.isqrt(rows), 10**6) + 1) if rows % n == 0]  # of absurd sizes, some
+    legal = [*small, *(rows // n for n in small)]
     below, above = max(n for n in legal if n < mini_batch), min(n for n in legal if n > mini_batch)
     return f"nearest that do: {below} or {above}; 0 takes all rows"
 

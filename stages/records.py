@@ -39,6 +39,8 @@ class Status(IntEnum):
     """The rollout could not be made."""
     UNSCORED = 2
     """The reward gave no usable score: it hung, raised, died, or abstained."""
+    FILTERED = 3
+    """A node between rollout and reward took it out."""
 
 
 class Finish(IntEnum):

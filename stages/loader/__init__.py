@@ -37,7 +37,9 @@ class SamplingOverride:
 class LoaderConfig:
     """Settings of every loader."""
 
-    path: Any = setting(doc="a file, a glob, or a list of them; relative: looked for here, then in the checkout")
+    path: Any = setting(
+        doc="a file, a glob, or a list of them; relative: looked for here, then in the checkout", text=True
+    )
     batch_size: int = setting(32, min=0, doc="prompts a step, of each shard; 0: all rows")
     shuffle: bool = setting(True, doc="a seeded permutation each epoch")
     skip: int = setting(0, min=0, doc="leave out the first rows of the files, to keep them for evaluation")

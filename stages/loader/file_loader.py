@@ -85,7 +85,8 @@ class FileLoader(Loader):
         cfg = self.cfg
         known: dict[str, Any] = {"prompts_per_step": cfg.batch_size} if cfg.batch_size else {}
         known |= {"chat_prompts": True} if cfg.chat or cfg.system_prompt else {}
-        return known | ({"max_prompt_tokens": cfg.max_prompt_tokens} if cfg.max_prompt_tokens else {})
+        limit = cfg.max_prompt_tokens  # under a name of its own too: a token cache may have another
+        return known | ({"max_prompt_tokens": limit, "loader_max_prompt_tokens": limit} if limit else {})
 
     def check(self, facts: Facts) -> Iterable[Problem]:
         yield from checks.of_files(facts.key, self.cfg, self.reads)

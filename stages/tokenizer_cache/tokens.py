@@ -39,8 +39,26 @@ class ModelTokenizerCache(TokenizerCache):
         if cfg.max_prompt_tokens >= known.get("context_length", cfg.max_prompt_tokens + 1):
             what = f"{cfg.max_prompt_tokens} leaves no room for a response in a context of {known['context_length']}"
             yield Problem(where=f"{facts.key}.max_prompt_tokens", what=what)
+        yield from self._two_limits(facts)
         if known.get("chat_prompts") and not known.get("chat_template", True):
             yield Problem(where=facts.key, what="prompts are chats, and the model's tokenizer has no chat template")
+
+    def _two_limits(self, facts: Facts) -> Iterable[Problem]:
+        """The loader's limit leaves longer prompts out, this one refuses or cuts them."""
+        own, loaders = self.cfg.max_prompt_tokens, facts.values.get("loader_max_prompt_tokens", 0)
+        if not own or not loaders or own == loaders:
+            return
+        where, which = f"{facts.key}.max_prompt_tokens", f"the loader's limit, {loaders}"
+        if own > loaders:
+            what = f"{own} is more than {which}, so no training prompt comes near it"
+            yield Problem(where=where, what=what, hint=f"set one of them, or both to {loaders}", level="warning")
+        elif self.cfg.truncation == "error":
+            what = f"{own} is less than {which}: a prompt of {own + 1} to {loaders} tokens would end the run"
+            hint = f"set one of them, both to {own}, or {facts.key}.truncation to left or right"
+            yield Problem(where=where, what=what, hint=hint)
+        else:
+            what = f"{own} is less than {which}: prompts of {own + 1} to {loaders} tokens are cut"
+            yield Problem(where=where, what=what, hint=f"set both to {own} to leave them out", level="warning")
 
     def tokenize(self, prompts: PromptBatch, places: Sequence[int]) -> list[np.ndarray]:
         """Ids int32, read-only, of the rows at `places`, cut as configured, by one call of `model.render`.

@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
     "new key at the top": bad("+sede=3", told=("sede: no such setting", "did you mean 'seed'?", "+GROUP@sede=OPTION")),
     "part that is not there": bad(
         "reference.lr=1",
-        told=("reference.lr: there is no 'reference' in this pipeline", "configured: advantage, critic"),
+        told=("reference.lr: there is no 'reference' in this pipeline", "configured: advantage, compare, critic"),
     ),
     "inside a single value": bad(
         "rollout.n.x=3", told=("rollout.n.x: no such setting: 'rollout.n' is a single value", "rollout.n=3")
@@ -276,6 +276,17 @@ CASES: dict[str, Case] = {
         ),
         alone=True,
     ),
+    "option file that is there already": bad(
+        *MINE,
+        "loader=standard",
+        told=(
+            "loader: loader/standard.yaml stands in two folders, and ",
+            "mine/conf/loader/standard.yaml would not",
+            "another name",
+            "defaults: [OPTION, _self_]",
+        ),
+        alone=True,
+    ),
     "option file of no stage": bad(
         *MINE,
         "reward=ghost",
@@ -370,6 +381,10 @@ def lay_out(folder: Path) -> None:
     for name in ("ghost", "clumsy"):
         (mine / "conf" / "reward" / f"{name}.yaml").write_text(OPTION.format(name=name))
     (mine / "conf" / "reward" / "loose.yaml").write_text("weights: {exact: 1}\n")
+    (mine / "conf" / "loader").mkdir()
+    (mine / "conf" / "loader" / "standard.yaml").write_text(
+        "defaults:\n  - /schema/loader/standard@_here_\n  - _self_\n"
+    )
     clumsy = STAGE.format(cls="Clumsy", name="clumsy") + "    def check(self, facts): return 1 // 0\n"
     for name, text in {
         "first": STAGE.format(cls="First", name="mine"),

@@ -11,7 +11,7 @@ import pytest
 from pipeline import plan, quoting
 from pipeline.config import parse
 from pipeline.plan import Plan
-from tests.conf.test_plans import ROOT, files
+from tests.conf.test_plans import ROOT, commands, files
 
 __all__ = ["files"]
 
@@ -83,10 +83,10 @@ def test_items_of_a_list() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_the_command_line_wins_over_a_recipe(first: bool, files: list[str]) -> None:
+def test_the_command_line_wins_over_a_recipe(first: bool, files: dict[str, str]) -> None:
     """Wherever it stands."""
     mine = ["rollout.n=2", "name=mine", "reward.weights.exact=0.5"]
-    recipe = ["experiment=gsm8k", *files]
+    recipe = commands("gsm8k", files)[0]
     made = planned(*([*mine, *recipe] if first else [*recipe, *mine]))
     assert [value(made, o.partition("=")[0]) for o in mine] == [2, "mine", 0.5]
     assert value(made, "reward.weights.maths_verify") == 1, "what the recipe says of the rest stays"

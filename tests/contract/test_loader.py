@@ -715,7 +715,10 @@ def test_facts(any_entry: Entry, build_loader: Callable[..., FileLoader]) -> Non
         "chat_prompts": True,
     }
     assert build_loader(any_entry, "x", batch_size=0).facts() == {}
-    assert build_loader(any_entry, "x", batch_size=0, max_prompt_tokens=7).facts() == {"max_prompt_tokens": 7}
+    assert build_loader(any_entry, "x", batch_size=0, max_prompt_tokens=7).facts() == {
+        "max_prompt_tokens": 7,
+        "loader_max_prompt_tokens": 7,
+    }
 
 
 def test_a_relative_path_is_looked_for_here_then_in_the_checkout(
