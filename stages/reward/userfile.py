@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.reward.workers import Outcome, Sample, Unscorable
+from stages.reward.workers import Outcome, Sample, Unscorable, without_gpu
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What verl hands to a scoring function, by keyword (verl/workers/reward_manager)."""
@@ -143,7 +143,7 @@ def load(path: Path, name: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException as e:  # SystemExit too
-        raise ImportError(f"the reward file '{path}' does not run: {type(e).__name__}: {e}") from e
+        raise ImportError(without_gpu(f"the reward file '{path}' does not run: {type(e).__name__}: {e}")) from e
     function = getattr(module, name, None)
     if not callable(function):
         raise ImportError(f"the reward file '{path}' defines no function '{name}'")

@@ -91,12 +91,18 @@ def _raised(error: BaseException) -> Outcome:
         message = f"{type(error).__name__}: {error}"
     except Exception:
         message = f"{type(error).__name__}, whose message cannot be shown"
-    hint = " (reward workers have no GPU)" if "cuda" in message.lower() else ""
     return Outcome(
-        reason=_encodable(f"raised {message}{hint}"),
+        reason=_encodable(f"raised {without_gpu(message)}"),
         where=f"{type(error).__name__} at {last.filename}:{last.lineno}",
         trace=_encodable("".join(traceback.format_exception(error))),
     )
+
+
+def without_gpu(message: str) -> str:
+    """The message, and if it is about a GPU, that there is none and what to do (verl issue 2058)."""
+    if not any(word in message.lower() for word in ("cuda", "nvidia", "gpu")):
+        return message
+    return f"{message} (reward workers are CPU only: the GPU is the policy's; a model that scores is reward=model)"
 
 
 def _encodable(text: str) -> str:

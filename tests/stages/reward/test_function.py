@@ -153,7 +153,8 @@ BREAKS = {
     "raise ValueError('\\ud800')": "raised ValueError: ?",
     "raise ValueError('x' * 10000)": ("raised ValueError: " + "x" * 1000)[:500],
     "return ground_truth['a']": "raised TypeError: string indices must be integers, not 'str'",
-    "raise RuntimeError('No CUDA GPUs')": "raised RuntimeError: No CUDA GPUs (reward workers have no GPU)",
+    "raise RuntimeError('No CUDA GPUs')": "raised RuntimeError: No CUDA GPUs (reward workers are CPU only: the GPU is "
+    "the policy's; a model that scores is reward=model)",
 }
 
 

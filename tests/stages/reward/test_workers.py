@@ -60,7 +60,7 @@ def test_no_samples_no_outcomes(pool: ScorerPool) -> None:
         ("tower", "timed out after 0.7 s"),
         ("stubborn", "timed out after 0.7 s"),
         ("leave", "worker died (process 'judge' ended with exit code 3)"),
-        ("crash", "worker died (process 'judge' ended by signal SIGSEGV)"),
+        ("crash", "worker died (process 'judge' ended by signal SIGSEGV; where it crashed stands in its log)"),
         ("abstain", "has no opinion"),
         ("error boom", "raised KeyError: 'boom'"),
         ("quit", "raised SystemExit: 5"),

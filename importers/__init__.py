@@ -1,0 +1,1 @@
+"""What other frameworks' configurations become: one package each, chosen by its name (`import.<name>=PATH`)."""
