@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
+from pipeline import progress
 from pipeline.context import Context
 from pipeline.metrics import Samples
 from pipeline.process import Child
@@ -120,6 +121,7 @@ class _Host:
 
     def __init__(self, spec: PartSpec, ctx: Context):
         self._ctx, self._meter = ctx, ctx.meter
+        progress.serve(ctx.node)
         self._stage: Stage = spec.build()
         try:
             self._stage.open(ctx)

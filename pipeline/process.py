@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import mmap
 import os
@@ -26,10 +27,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pipeline import progress, redact
+
 _ALIGN = 64
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _PR_SET_PDEATHSIG = 1
-_BOOT = "import sys; from pipeline.process import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+_BOOT = "import sys; from pipeline.process import serve; serve(*map(int, sys.argv[2:]))"
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 
 
 class ChildDied(RuntimeError):
@@ -37,7 +41,20 @@ class ChildDied(RuntimeError):
 
 
 class RemoteError(RuntimeError):
-    """An exception in a child that could not be pickled itself; the text is its traceback."""
+    """An exception in a child that could not be pickled itself: its type and message. Its traceback is a note."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def said(error: BaseException) -> str:
+    """An exception's type and message, also if it cannot say the latter."""
+    if isinstance(error, RemoteError):
+        return str(error)
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as e:
+        return f"{type(error).__name__}, whose message cannot be shown ({type(e).__name__})"
 
 
 class Channel:
@@ -133,7 +150,7 @@ class Child:
         self._owed = 0  # answers that have not come yet
         self._killed = False
         with theirs, open(log, "ab") if log else contextlib.nullcontext() as out:
-            self._process = _spawner.submit(_start, theirs.fileno(), out, threads).result()
+            self._process = _spawner.submit(_start, name, theirs.fileno(), out, threads).result()
         try:
             self._ask(target, args)
         except BaseException:
@@ -198,6 +215,7 @@ class Child:
             self._owed = 0
             raise ChildDied(self._epitaph()) from e
         self._owed -= kind != "item"
+        progress.alive()
         if kind == "error":
             raise value
         return kind, value
@@ -208,7 +226,8 @@ class Child:
         except subprocess.TimeoutExpired:
             code = None
         how = f"by signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-        return f"process '{self.name}' ended {how}"
+        where = "; where it crashed stands in its log" if code is not None and -code in _CRASHES else ""
+        return f"process '{self.name}' ended {how}{where}"
 
     def close(self, method: str, timeout: float) -> None:
         """Call a last method, unless a call is under way or was given up; then end the process in any case.
@@ -240,14 +259,21 @@ class Child:
 
 
 # -P: no folder of the user's comes before the standard library; -u: what is printed survives a kill.
-def _start(fd: int, out: Any, threads: int) -> subprocess.Popen[bytes]:
+def _start(name: str, fd: int, out: Any, threads: int) -> subprocess.Popen[bytes]:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
         "OMP_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, "-P", "-u", "-c", _BOOT, str(fd), str(os.getpid())]
+    board = progress.descriptors()
+    command = [sys.executable, "-P", "-u", "-c", _BOOT, name, *map(str, (fd, os.getpid(), *board))]
     return subprocess.Popen(
-        command, pass_fds=[fd], env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        command,
+        pass_fds=[fd, *board],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        start_new_session=True,
     )
 
 
@@ -274,11 +300,16 @@ def _kill_group_at_end(fd: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def serve(fd: int, parent: int) -> None:
-    """The main function of a child."""
+def serve(fd: int, parent: int, *board: int) -> None:
+    """The main function of a child. `board`: the descriptors of the run's, if it has one."""
     die_with_parent(parent)
     _kill_group_at_end(fd)
+    faulthandler.enable()
+    redact.guard_streams()
+    if board:
+        progress.join((board[0], board[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    signal.signal(signal.SIGTERM, _left_to_parent(os.getpid()))  # a cluster sends it to every process of a job
     channel = Channel(socket.socket(fileno=fd))
     try:
         target, args = channel.recv()
@@ -295,6 +326,17 @@ def serve(fd: int, parent: int) -> None:
         return
 
 
+def _left_to_parent(pid: int) -> Callable[[int, Any], None]:
+    """A handler, which programs that are started do not inherit, for one process: what it forks can be terminated."""
+
+    def handler(number: int, _: Any) -> None:
+        if os.getpid() != pid:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    return handler
+
+
 def _serve_one(channel: Channel, served: Any, method: str, args: tuple[Any, ...]) -> None:
     try:
         value = getattr(served, method)(*args)
@@ -303,17 +345,24 @@ def _serve_one(channel: Channel, served: Any, method: str, args: tuple[Any, ...]
                 channel.send(("item", item))
             value = None
         channel.send(("done", value))
-    except Exception as e:  # if it is the channel that broke, this raises again and ends the process
+    except BaseException as e:  # if it is the channel that broke, this raises again and ends the process
         channel.send(("error", _portable(e)))
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The exception with its traceback as a note, or a stand-in that pickles."""
+    """The exception with its traceback as a note, or a stand-in that pickles.
+
+    Only an Exception may go on: what asks a process to end asks this one, and not its parent.
+    """
     text = "".join(traceback.format_exception(error))
-    error.__traceback__ = None
-    error.add_note(text)
+    sent = error if isinstance(error, Exception) else RemoteError(said(error))
+    sent.__traceback__ = None
+    sent.add_note(text)
     try:
-        pickle.loads(pickle.dumps(error))
-        return error
+        if type(pickle.loads(pickle.dumps(sent))) is type(sent):
+            return sent
     except Exception:
-        return RemoteError(text)
+        pass
+    sent = RemoteError(said(error))
+    sent.add_note(text)
+    return sent

@@ -10,7 +10,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from pipeline import redact
 from pipeline.config import to_yaml
+from pipeline.disk import write_whole
 from pipeline.errors import PlanError, Problem, listed
 from pipeline.plan import Plan, has_cuda
 from pipeline.versions import git, versions
@@ -20,19 +22,19 @@ def claim(run_dir: Path, plan: Plan, hydras: Collection[str] = ("run.log",)) -> 
     """Write `plan.json`, `config.yaml` and `environment.json`.
 
     PlanError if another run was here first, or anything else lies here but `hydras`: what Hydra wrote just now.
+    DiskError if it cannot be.
     """
     if others := sorted({p.name for p in run_dir.iterdir()} - set(hydras)):
         shown = listed(others[:5]) + (", ..." if len(others) > 5 else "")
         what = f"'{run_dir}' is not empty ({shown}); a run never writes among the files of another"
         raise PlanError([Problem(where="hydra.run.dir", what=what, hint="choose a new directory")])
     try:
-        with (run_dir / "plan.json").open("x") as f:
-            json.dump(plan.plain(), f, indent=1)
+        write_whole(run_dir / "plan.json", json.dumps(redact.structure(plan.plain()), indent=1), new=True)
     except FileExistsError:
         what = f"'{run_dir}' already holds a run"
         raise PlanError([Problem(where="hydra.run.dir", what=what, hint="choose a new directory")]) from None
-    (run_dir / "config.yaml").write_text(to_yaml(plan.configured.plain()))
-    (run_dir / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    write_whole(run_dir / "config.yaml", to_yaml(redact.structure(plan.configured.plain())))
+    write_whole(run_dir / "environment.json", json.dumps(redact.structure(environment()), indent=1) + "\n")
 
 
 def environment() -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from pipeline.progress import alive
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,6 +54,7 @@ class Parcel:
         """Start the copy. `host` must not be written to any more."""
         import torch
 
+        alive()  # every micro-batch comes by here
         if self.device.type == "cuda":
             with torch.cuda.stream(stream := _copies(self.device)):
                 self._there = self._here.to(self.device, non_blocking=True)

@@ -16,15 +16,20 @@ import os
 import queue
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import numpy as np
 
+from pipeline.progress import alive
 from pipeline.records import Snapshot
 from stages.vllm_worker import CONTROLLER, SCRATCH
 
@@ -122,7 +127,7 @@ class Engine:
         }
         try:
             with _environment(ENVIRONMENT | own | self._changes):
-                self._llm = self._call(self._start(), start_s)
+                self._llm = self._call(self._start(), start_s, patient=True)
             facts = self._rpc("headrace_setup")[0]
             shutil.rmtree(self._scratch)  # all are connected: the sockets live on without names that a kill would leave
             return facts
@@ -136,6 +141,10 @@ class Engine:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         logging.getLogger("vllm").setLevel(logging.ERROR)
+        # Ctrl-C goes to every process of a terminal; when the engine ends is for this one to say. What this thread
+        # starts inherits its mask, and the resource tracker would unblock the signal if it started later.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         # On CPU vLLM turns the name "uni" into "mp", one more process; the class it leaves alone.
         return AsyncLLM.from_engine_args(
             AsyncEngineArgs(**self._arguments, distributed_executor_backend=UniProcExecutor)
@@ -190,6 +199,7 @@ class Engine:
             missing = len(requests)
             while missing:
                 finished = self._finished(done)
+                alive()
                 missing -= len(finished)
                 yield finished
         finally:
@@ -300,13 +310,17 @@ class Engine:
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._call(self._llm.collective_rpc(method, args=args), self._silence_s)
 
-    def _call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+    def _call(self, coroutine: Coroutine[Any, Any, T], timeout: float, *, patient: bool = False) -> T:
+        """`patient`: only `timeout` counts, and not how long a stage may be silent (run.stall_s)."""
         if self._loop is None:
             coroutine.close()
             raise EngineError("the engine is not open")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        deadline = time.monotonic() + timeout
         try:
-            return future.result(timeout)
+            while patient and time.monotonic() < deadline and not wait([future], 1.0).done:
+                alive()
+            return future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             future.cancel()
             raise EngineError(f"vLLM gave no answer within {timeout:g} s (settings start_s and silence_s)") from None

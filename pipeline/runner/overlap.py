@@ -8,6 +8,7 @@ together in ascending `row_id`, so the records are those of `sync`.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ from pipeline.stage import Grain
 
 if TYPE_CHECKING:
     from pipeline.program import Program
+
+
+LINGER_S = 5.0
+"""Seconds that other nodes may work on after one has failed, before their stages are closed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,13 +64,22 @@ class _Step:
         try:
             for t in threads:
                 t.start()
-            for t in threads:
-                t.join()
+            self._wait_for(threads)
         finally:
             self.stop.set()
         if self.errors:
             raise self.errors[0]
         return {n: self.made[n] for n in self.feeds}
+
+    def _wait_for(self, threads: list[threading.Thread]) -> None:
+        """Until all have ended; after an error only a little longer: a stage in a long call does not hold it up."""
+        deadline = math.inf
+        while alive := [t for t in threads if t.is_alive()]:
+            if self.stop.is_set():
+                deadline = min(deadline, time.monotonic() + LINGER_S)
+            if time.monotonic() > deadline:
+                return
+            alive[0].join(0.1)
 
     def _work(self, node: str) -> None:
         """One node's thread. After an error anywhere, every node stops before it takes or passes on more rows."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import redact
 from pipeline.process import die_with_parent
 from pipeline.sweep.stop import SIGNALS, Stop
 
@@ -91,7 +92,7 @@ class Running:
 
     def _write(self) -> None:
         new = self.job.folder / f".{RECORD}"
-        new.write_text(json.dumps(self._record, indent=1) + "\n", "utf-8")
+        new.write_text(json.dumps(redact.structure(self._record), indent=1) + "\n", "utf-8")
         new.replace(self.job.folder / RECORD)
 
 

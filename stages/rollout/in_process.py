@@ -11,6 +11,7 @@ import numpy as np
 
 from pipeline.context import Context
 from pipeline.errors import Problem
+from pipeline.progress import alive
 from pipeline.records import Snapshot
 from stages import footprint
 from stages.model import Model, context_length
@@ -57,6 +58,7 @@ class Responses:
 
     def add(self, rows: np.ndarray, ids: np.ndarray, log_probs: np.ndarray) -> None:
         """One more token for each of `rows` that is open; id -1 says that none could be drawn."""
+        alive()
         drawn = self.is_open(rows) & (ids >= 0)
         self.finish[rows[self.is_open(rows) & (ids < 0)]] = Finish.FAILED
         rows, ids, log_probs = rows[drawn], ids[drawn], log_probs[drawn]

@@ -123,6 +123,23 @@ class Run:
         (os.killpg if group else os.kill)(self._process.pid, number)
         return self
 
+    def send_to_all(self, number: int) -> Run:
+        """A signal to the run and to every process that lives of it, as a cluster sends it to all of a job."""
+        self._look()
+        for pid in (self._process.pid, *(pid for pid, _ in self._alive())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return self
+
+    def send_to(self, command: str, number: int) -> Run:
+        """A signal to the processes of the run whose command line holds this text. AssertionError if there is none."""
+        self._look()
+        found = [pid for pid, _ in self._alive() if command in _command(pid)]
+        assert found, command
+        for pid in found:
+            os.kill(pid, number)
+        return self
+
     def end(self, grace_s: float = 5.0) -> Ended:
         """Wait for the end, then up to `grace_s` until nothing is left. A run that hangs is killed, and an error."""
         deadline = time.monotonic() + LIMIT_S
@@ -136,7 +153,7 @@ class Run:
         while (processes := self._alive()) and time.monotonic() < ended + grace_s:
             time.sleep(0.05)
         gone = time.monotonic()
-        while (shm := self._new_shm()) and time.monotonic() < gone + 1:
+        while (shm := self._new_shm()) and time.monotonic() < gone + 5:
             time.sleep(0.1)
         left = sorted(str(p.relative_to(self._temporary)) for p in self._temporary.rglob("*"))
         result = Ended(

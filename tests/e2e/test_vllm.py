@@ -2,13 +2,16 @@
 
 `overlap`, `sync`: one sweep, two engines. Both nodes of interest are a user's own (mine/my_stages.py): vLLM and the
 rule reward, which write down when rows were finished and when they were scored. In `sync` the engine is the child of a
-stage in a process of its own. `killed`: kill -9 of the controller while the engine generates.
+stage in a process of its own. `killed`: kill -9 of the controller while the engine generates; `engine_killed`: of the
+engine.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +49,19 @@ def killed(folder: Path) -> Ended:
     return started.send(signal.SIGKILL).end(grace_s=15)
 
 
-RUNS = {"streams": streams, "killed": killed} if INSTALLED else {}
+def engine_killed(folder: Path) -> Ended:
+    """Bug bank 140: kill -9 of vLLM's engine while it generates."""
+    endless = ("rollout=vllm_async", "run.steps=1000000", "rollout.max_new_tokens=96", "rollout.temperature=4")
+    started = Run(folder, f"hydra.run.dir={folder}/run", *SMALL, *endless)
+    started.until(lambda: steps_done(folder / "run") >= 1, "the end of step 1")
+    started.send_to("EngineCore", signal.SIGKILL)
+    before = time.monotonic()
+    ended = started.end(grace_s=15)
+    (folder / "seconds").write_text(str(time.monotonic() - before))
+    return ended
+
+
+RUNS = {"streams": streams, "killed": killed, "engine_killed": engine_killed} if INSTALLED else {}
 
 
 @dataclass(frozen=True)
@@ -128,3 +143,12 @@ def test_the_engine_is_gone_after_kill_9(runs):
     assert (ended.folder / "names").read_text() == ""  # whatever is killed with it, nothing can be left
     assert ended.left == {}
     assert ended.gone_s < 15
+
+
+def test_a_dead_engine_ends_the_run(runs):
+    """Bug bank 140: nobody waits for it."""
+    ended = runs("engine_killed")
+
+    assert (ended.code, ended.left) == (1, {}), ended.err[-3000:]
+    assert re.search(r"stage 'rollout' failed in step \d+, rows .*EngineError: EngineDeadError", ended.err)
+    assert float((ended.folder / "seconds").read_text()) < 20

@@ -211,13 +211,10 @@ def test_a_process_that_dies_is_a_stage_error(tmp_path: Path) -> None:
 def test_errors_in_open_and_close(tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture) -> None:
     before = children()
     plan = toy(f"learner.break_at={where}", placed("learner"))
-    if where == "open":
-        with pytest.raises(StageError, match="stage 'learner' failed in step 0: RuntimeError: broken in open"):
-            Program(plan, tmp_path).__enter__()
-    else:
-        with caplog.at_level(logging.ERROR), Program(plan, tmp_path):
-            pass
-        assert "closing stage 'learner' failed" in caplog.text
+    words = f"stage 'learner' failed in step 0: RuntimeError: broken in {where}"
+    with caplog.at_level(logging.ERROR), pytest.raises(StageError, match=words), Program(plan, tmp_path):
+        assert where == "close", "it is open"
+    assert ("closing stage 'learner' failed" in caplog.text) is (where == "close")
     assert not wait_gone(sorted(children() - before), 5)
 
 

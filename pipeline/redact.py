@@ -1,0 +1,92 @@
+"""Values of secret variables of the environment, such as HF_TOKEN, stay out of files and off the terminal.
+
+A variable is secret by its name. Where its value would be written, `${oc.env:NAME}` stands instead: in `config.yaml`
+that is what a user would write, so the file can still be run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+LEAST = 8
+"""Characters. Shorter values are words that stand in any text."""
+_NAME = re.compile(r"(^|_)(TOKEN|KEY|APIKEY|PAT|AUTH|CREDENTIALS?|PASSPHRASE)S?(_|$)|PASSWORD|PASSWD|SECRET", re.I)
+
+_known: dict[str, str] = {}
+
+
+def _replacements() -> dict[str, str]:
+    """Text -> what stands instead, longest first. A value seen once is kept: a stage may unset the variable."""
+    for name, value in os.environ.items():
+        if len(value) >= LEAST and _NAME.search(name) and value not in _known:
+            for form in (quote(value), quote(value, safe=""), repr(value)[1:-1], *_json(value), value):
+                _known.setdefault(form, f"${{oc.env:{name}}}")
+    return dict(sorted(_known.items(), key=lambda item: -len(item[0])))
+
+
+def _json(value: str) -> list[str]:
+    return [json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False)]
+
+
+def text(written: str) -> str:
+    for secret, instead in _replacements().items():
+        written = written.replace(secret, instead)
+    return written
+
+
+def structure(value: Any) -> Any:
+    """The same with all texts in it redacted, keys too."""
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, Mapping):
+        return {structure(k): structure(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [structure(v) for v in value]
+    return value
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, inner: logging.Formatter):
+        super().__init__()
+        self.inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return text(self.inner.format(record))
+
+
+class _Stream:
+    """A text stream that redacts what is written; everything else is the stream's own."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    def write(self, written: str) -> int:
+        self._inner.write(text(written))
+        return len(written)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def guard_streams() -> None:
+    """Standard output and error of this process, from now on; nothing changes where no variable is secret."""
+    if _replacements():
+        sys.stdout, sys.stderr = (s if isinstance(s, _Stream) else _Stream(s) for s in (sys.stdout, sys.stderr))
+
+
+def guard_logs() -> None:
+    """All handlers of the root logger, with what exceptions say."""
+    for handler in logging.getLogger().handlers:
+        if not isinstance(handler.formatter, _Formatter):
+            handler.setFormatter(_Formatter(handler.formatter or logging.Formatter()))
