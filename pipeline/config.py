@@ -50,6 +50,7 @@ class Mode(Enum):
     run = "run"
     plan = "plan"
     diff = "diff"
+    compare = "compare"
 
 
 class PlanFormat(Enum):
@@ -71,6 +72,10 @@ class RunSettings:
     steps: int = setting(30, min=0, doc="training steps")
     threads: int = setting(1, min=0, doc="compute threads of each process, best 1 for tiny models; 0: every core")
     device: Device = setting(Device.auto, doc="cpu, cuda, or auto: cuda where there is one")
+    stall_s: float = setting(600.0, min=0, doc="seconds without progress after which a node ends the run; 0: no limit")
+    grace_s: float = setting(25.0, min=0, doc="seconds after SIGTERM that the step may still take; 0: no limit")
+    only_steps: bool = setting(False, doc="no evaluation and no export: a run that is only measured")
+    keep_records: list[int] = setting([], doc="steps whose records are kept, in records/STEP/NODE.npz")
 
     @property
     def cores(self) -> int:
@@ -95,18 +100,39 @@ class PlanSettings:
 
 
 @dataclass(slots=True, kw_only=True)
+class AxisSettings:
+    """The `compare.second` section."""
+
+    axis: str = setting("", doc="a second group or setting: every option of one goes with every option of the other")
+    options: list[str] = setting([], doc="its options")
+
+
+@dataclass(slots=True, kw_only=True)
+class CompareSettings:
+    """The `compare` section: what mode=compare runs."""
+
+    axis: str = setting("", doc="the group or setting that is compared, such as rollout or loader.batch_size")
+    options: list[str] = setting([], doc="its options; the first is what the others are compared with")
+    second: AxisSettings = setting(AxisSettings, doc="")
+    repeats: int = setting(2, min=1, doc="runs of each, every one in a process of its own")
+    warmup: int = setting(1, min=0, doc="first steps of a run that are not counted")
+    whole_runs: bool = setting(False, doc="evaluate before and after, and export, as a run does")
+
+
+@dataclass(slots=True, kw_only=True)
 class RootConfig:
     """Everything in the configuration that is not a node or a component."""
 
     name: str = setting("run", doc="names the run directory")
     seed: int = setting(0, min=0, doc="all randomness of a run derives from it")
-    mode: Mode = setting(Mode.run, doc="run; plan: check, print and stop; diff: compare two plans or runs")
+    mode: Mode = setting(Mode.run, doc="run; plan: check, print and stop; diff: of two runs; compare: of backends")
     run: RunSettings = setting(RunSettings, doc="")
     eval: EvalSettings = setting(EvalSettings, doc="")
     placement: dict[str, Placement] = setting({}, doc="where a node runs: local (default) or process")
     plugins: list[str] = setting([], doc="modules to import, whose backends register themselves")
     graph: GraphConfig = setting(GraphConfig, doc="")
     plan: PlanSettings = setting(PlanSettings, doc="")
+    compare: CompareSettings = setting(CompareSettings, doc="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +206,9 @@ def parse(argv: Sequence[str]) -> CommandLine:
 
 def _refuse_flags(message: str) -> NoReturn:
     hint = "flags: -m, --config-dir DIR, --help, --cfg job, --info; all else is an override, PATH=VALUE"
+    unread = message.removeprefix("unrecognized arguments: ").split()
+    if message.startswith("unrecognized") and not any(word.startswith("-") for word in unread):
+        hint = "a flag stands between overrides: let flags come before all of them, or after"
     raise PlanError([Problem(where="command line", what=message, hint=hint)])
 
 
@@ -208,8 +237,18 @@ def prepare(line: CommandLine) -> list[Problem]:
             problems += e.problems
     sys.dont_write_bytecode = writes
     for e in entries():
-        ConfigStore.instance().store(group=f"schema/{e.role}", name=e.name, node=e.config, provider=e.origin)
+        ConfigStore.instance().store(group=f"schema/{e.role}", name=e.name, node=_schema(e.config), provider=e.origin)
     return problems
+
+
+def _schema(config: type) -> DictConfig:
+    """The schema of a backend, in which a dict takes any key without '+'."""
+    node = OmegaConf.structured(config)
+    for f in fields(config):
+        child = node._get_node(f.name)
+        if isinstance(child, DictConfig) and not is_dataclass(OmegaConf.get_type(child)):
+            child._set_flag("struct", False)
+    return node
 
 
 def _plugins(overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
@@ -229,9 +268,10 @@ def load(line: CommandLine) -> tuple[Configured, list[Problem]]:
     problems = prepare(line)
     broken = bool(problems)
     with composing(line):
-        cfg, found = compose_all(line.overrides, slot_of)
+        cfg, found = compose_all(line.overrides, slot_of, OWN)
     HydraConfig.instance().set_config(cfg)  # for ${hydra:...}
     problems += [p for p in found if p not in problems and not (broken and "no stage is registered" in p.what)]
+    problems += texts.shadowed(cfg.hydra)
     problems += too_late(cfg, line.master) if line.master else alone(cfg, line.overrides)
     configured, problems = read(cfg, written(cfg.hydra.overrides.task), problems)
     if line.master:
@@ -260,7 +300,18 @@ def composing(line: CommandLine) -> Iterator[Hydra]:
 
 def sweep_launching(overrides: Sequence[str]) -> Launching:
     """Inside `composing`: what Hydra reads of a sweep before it composes the first job. Bad overrides are left out."""
-    return launching(compose_all(overrides, slot_of)[0])
+    return launching(compose_all(overrides, slot_of, OWN)[0])
+
+
+def changeable(line: CommandLine) -> tuple[dict[str, list[str]], Callable[[str], Slot | None]]:
+    """What an override can change in what this command line composes: the options of each group by its config key, and
+    what the setting at a config path takes."""
+    prepare(line)
+    with composing(line) as hydra:
+        cfg, _ = compose_all(line.overrides, slot_of, OWN)
+        keys = [str(key) for key in cfg.hydra.runtime.choices if not key.startswith("hydra/")]
+        groups = {key: list(hydra.config_loader.get_group_options(key.partition("@")[0])) for key in keys}
+    return groups, lambda path: slot_of(cfg, path)
 
 
 def written(overrides: Any) -> tuple[str, ...]:
@@ -276,11 +327,16 @@ def assignment(key: str, value: object) -> str:
 
 
 def _given_twice(overrides: Sequence[str]) -> Iterator[Problem]:
-    for key, count in Counter(map(quoting.key_of, overrides)).items():
-        if count > 1:
-            given = [t for t in overrides if quoting.key_of(t) == key]
+    sections = {str(o.input_line) for o in quoting.parse(overrides)[0] if isinstance(o.value(), dict)}
+    for key, count in Counter(quoting.key_of(t) for t in overrides if t not in sections).items():
+        if count > 1:  # of an option and a section of settings both count
+            given = [t for t in overrides if quoting.key_of(t) == key and t not in sections]
             what, hint = f"is given {count} times: {', '.join(given)}", f"the last one counts: {given[-1]}"
             yield Problem(where=key, what=what, hint=hint, level="warning")
+
+
+OWN = frozenset(f.name for f in fields(RootConfig))
+"""Keys at the top of the configuration that are no nodes and no components."""
 
 
 def slot_of(cfg: DictConfig, path: str) -> Slot | None:
@@ -305,11 +361,11 @@ def read(
     """
     known = {f.name for f in fields(RootConfig)}
     hydra: Any = cfg.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
-    texts.keep(cfg, hydra, overrides, lambda path: slot_of(cfg, path))
+    misread = texts.keep(cfg, hydra, overrides, lambda path: slot_of(cfg, path))
     top = OmegaConf.create({k: v for k, v in cfg.items_ex(resolve=False) if k in known})
     top._set_parent(cfg)
     root, bad = _typed("", top, RootConfig)
-    problems = [*problems, *bad]
+    problems = [*problems, *misread, *bad]
     if root is None:
         raise PlanError(problems)
     problems += _name_problems(root.name)
@@ -390,6 +446,7 @@ def _typed(where: str, node: DictConfig, schema: type, whole: DictConfig | None 
             return value, [*problems, *_unfit(where, value)]
         except (OmegaConfBaseException, ValueError) as e:
             key = str(getattr(e, "full_key", None) or "").removeprefix(f"{where}.")
+            key = re.sub(r"\[(\d+)\]", r".\1", key)  # an item of a list
             problems.append(_mistyped(_path(where, key), node, key, schema, e))
             if not _leave_out(node, problems[-1].where.removeprefix(f"{where}.")):
                 return None, problems
@@ -477,14 +534,20 @@ def _unfit(where: str, value: Any) -> Iterator[Problem]:
 
 
 def _out_of_range(where: str, item: Any, meta: Mapping[str, Any]) -> Problem | None:
-    """NaN never is in a range."""
+    """NaN and infinity never are in a range. Of a list, its first item that is not."""
+    if isinstance(item, list):
+        found = (_out_of_range(f"{where}.{i}", inner, meta) for i, inner in enumerate(item))
+        return next((p for p in found if p), None)
     if not isinstance(item, (int, float)) or isinstance(item, bool):
         return None
     limits = {name: meta[name] for name in _COMPARE if meta.get(name) is not None}
-    if not math.isnan(item) and all(_COMPARE[name](item, limit) for name, limit in limits.items()):
+    finite = abs(item) < 2**63 if isinstance(item, int) else math.isfinite(item)
+    if finite and all(_COMPARE[name](item, limit) for name, limit in limits.items()):
         return None
-    hint = f"must be {limits_of(meta) or 'a number'}: {meta.get('doc')}"
-    return Problem(where=where, what=f"{item} is not allowed", hint=hint)
+    large = "" if finite or item != item else ", and less than 2**63" if isinstance(item, int) else ", and finite"
+    shown = str(item) if len(str(item)) < 25 else f"{str(item)[:24]}..."
+    hint = f"must be {limits_of(meta) or 'a number'}{large}: {meta.get('doc')}"
+    return Problem(where=where, what=f"{shown} is not allowed", hint=hint)
 
 
 def _wrong_inside(where: str, item: Any, schema: type, name: str) -> Problem | None:

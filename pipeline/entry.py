@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from pipeline import config, diff, plan
+from pipeline import config, diff, disk, importing, plan, redact, running
+from pipeline.compare import cells, work
 from pipeline.config import CommandLine, Composed, Mode, PlanFormat, parse
-from pipeline.errors import PlanError, Problem, StageError
+from pipeline.disk import DiskError
+from pipeline.errors import PlanError, Problem
+from pipeline.importing import asked as asks_for_import
 from pipeline.plan import Plan
-from pipeline.program import Program
 from pipeline.run_dir import claim
 from pipeline.show import as_json, show
 from pipeline.sweep.board import Board
@@ -28,8 +27,8 @@ from pipeline.sweep.jobs import LOG, RECORD, end_with_parent
 from pipeline.sweep.points import Points, common, distinct, expand, is_grid, launch, same_directory
 from pipeline.sweep.stop import Stop
 
-__all__ = ["end_with_parent", "hydra_run", "is_execution", "parse_or_explain", "plan_or_explain", "sweep", "tell"]
-log = logging.getLogger("headrace")
+__all__ = ["asks_for_import", "begin", "bring", "compare", "hydra_run", "is_comparison", "is_execution"]
+__all__ += ["parse_or_explain", "plan_or_explain", "sweep", "tell"]
 
 # No stage downloads anything or tells anybody anything; set before the libraries are imported.
 OFFLINE = {
@@ -43,6 +42,12 @@ OFFLINE = {
 }
 
 
+def begin() -> None:
+    """To be called first in a process of `run.py`."""
+    end_with_parent()
+    redact.guard_streams()
+
+
 def parse_or_explain(argv: Sequence[str]) -> CommandLine | None:
     """The command line; None after telling on standard error which flags cannot be used."""
     try:
@@ -53,7 +58,8 @@ def parse_or_explain(argv: Sequence[str]) -> CommandLine | None:
 
 
 def plan_or_explain(line: CommandLine) -> list[Plan] | None:
-    """The plan of each point of a sweep, or the only one; None after printing every problem on standard error."""
+    """The plan of each point of a sweep or cell of a comparison, or the only one; None after printing every problem on
+    standard error."""
     gc.disable()  # a plan makes many objects and hardly any garbage: looking for it takes a tenth of the time
     try:
         return _plan_or_explain(line)
@@ -64,7 +70,8 @@ def plan_or_explain(line: CommandLine) -> list[Plan] | None:
 
 def _plan_or_explain(line: CommandLine) -> list[Plan] | None:
     try:
-        lines, problems = expand(line)
+        compares = cells.is_asked(line) and not line.multirun
+        lines, problems = cells.expand(line) if compares else expand(line)
     except PlanError as e:
         lines, problems = [], list(e.problems)
     plans: list[Plan] = []
@@ -72,7 +79,7 @@ def _plan_or_explain(line: CommandLine) -> list[Plan] | None:
     for point in lines:
         try:
             plans.append(made := plan.make(point))
-            bad = list(_taken(made)) if is_execution(made) else []
+            bad = [*cells.check(point, made.root), *(_taken(made) if is_execution(made) else ())]
         except PlanError as e:
             bad = list(e.problems)
         for problem in bad:
@@ -102,19 +109,36 @@ def _taken(made: Plan) -> Iterator[Problem]:
     if any(len(os.fsencode(part)) > 255 for part in folder.parts):
         yield Problem(where=where, what=f"'{folder}' has a name of more than 255 bytes", hint=hint)
         return
+    if bad := disk.unfit(folder):
+        yield Problem(where=where, what=bad, hint="make it writable and make room, or choose another place")
+        return
     just_made = (folder / RECORD).exists()  # for a job, by its sweep; `claim` looks at what lies there
     if folder.is_dir() and any(folder.iterdir()) and not just_made:
         what = f"'{folder}' exists and is not empty; a run never writes into the files of another"
         yield Problem(where=where, what=what, hint=hint)
 
 
-def explain(error: PlanError, last: str = "Nothing was started and nothing was written.") -> None:
-    """Every problem on standard error, and a `last` line that says what became of the run."""
+def explain(
+    error: PlanError,
+    last: str = "Nothing was started and nothing was written.",
+    first: str = "The configuration cannot run",
+) -> None:
+    """Every problem on standard error, between a line that says what failed and one that says what became of it."""
     errors = [p for p in error.problems if p.level == "error"]
-    print(f"The configuration cannot run: {len(errors)} problem{'s' if len(errors) != 1 else ''}.", file=sys.stderr)
+    print(f"{first}: {len(errors)} problem{'s' if len(errors) != 1 else ''}.", file=sys.stderr)
     for p in error.problems:
         print(f"  {'warning: ' if p.level == 'warning' else ''}{p}", file=sys.stderr)
     print(last, file=sys.stderr)
+
+
+def bring(argv: Sequence[str]) -> int:
+    """Another framework's configuration as a recipe, as `import.FROM=PATH` asks for."""
+    try:
+        print(importing.bring(argv))
+    except PlanError as e:
+        explain(e, "Nothing was written.", "Nothing can be imported")
+        return 2
+    return 0
 
 
 def tell(plans: Sequence[Plan]) -> int:
@@ -137,7 +161,23 @@ def tell(plans: Sequence[Plan]) -> int:
 
 
 def is_execution(made: Plan) -> bool:
-    return made.root.mode is Mode.run
+    return made.root.mode in (Mode.run, Mode.compare)
+
+
+def is_comparison(made: Plan) -> bool:
+    return made.root.mode is Mode.compare
+
+
+def compare(line: CommandLine, plans: Sequence[Plan]) -> int:
+    """Every cell of a comparison, in processes of their own. 1 if one failed; 130 or 143 after a signal."""
+    first = plans[0]
+    folder = first.configured.run_dir.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        explain(PlanError([Problem(where="hydra.run.dir", what=f"'{folder}' cannot be made: {e.strerror}")]))
+        return 2
+    return work.compare(line, first.root.compare, first.root.run.steps, folder)
 
 
 def sweep(line: CommandLine, plans: Sequence[Plan]) -> int:
@@ -194,22 +234,8 @@ def execute(cfg: Composed) -> int:
     except PlanError as e:
         explain(e, f"No stage was started. The run directory is {run_dir}")
         return 2
+    except DiskError as e:
+        print(f"{e}\nNo stage was started.", file=sys.stderr)
+        return 2
     os.environ.update(OFFLINE | {"OMP_NUM_THREADS": str(made.root.run.cores)})
-    previous = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        with Program(made, run_dir) as program:
-            program.execute()
-        return 0
-    except StageError as e:
-        log.error("%s\n%s", e, e.detail)
-        print(f"\n{e}\nThe traceback is in {run_dir / 'run.log'}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, SystemExit) as e:  # Ctrl-C, SIGTERM
-        print(f"\nstopped; what was written lies in {run_dir}", file=sys.stderr)
-        raise SystemExit(130 if isinstance(e, KeyboardInterrupt) else e.code) from None
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _terminate(*_: Any) -> None:
-    raise SystemExit(143)
+    return running.run(made, run_dir)

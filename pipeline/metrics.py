@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
+
+from pipeline import progress, redact
+from pipeline.disk import Appended
 
 How = Literal["mean", "sum", "max", "last", "ratio", "spread"]
 Samples = dict[str, tuple[How, list[Any]]]
@@ -51,6 +53,7 @@ class Meter:
 
     def absorb(self, samples: Samples) -> None:
         """ValueError if a name comes in two ways."""
+        progress.alive()
         with self._lock:
             for name, (how, values) in samples.items():
                 kept, old = self._samples.setdefault(name, (how, []))
@@ -101,23 +104,18 @@ _ONE_NUMBER: dict[How, Callable[[Any], Any]] = {
 }
 
 
-def peak_gb() -> float:
-    """The most memory this process has held so far, in units of 2^30 bytes; a device's memory is not in it."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # from KiB
-
-
 class JsonLines:
-    """A new file of JSON objects, one a line, each line whole or absent: flushed after every write.
+    """A new file of JSON objects, one a line, each line whole or absent, and there when `write` returns.
 
-    FileExistsError if there is one: lines of two runs never stand in one file.
+    FileExistsError if there is one: lines of two runs never stand in one file. DiskError if it cannot be written.
     """
 
     def __init__(self, path: Path):
-        self._file = path.open("x", encoding="utf-8")
+        self._file = Appended(path)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._file.write("".join(json.dumps(finite(r), ensure_ascii=False) + "\n" for r in rows))
-        self._file.flush()
+        lines = "".join(json.dumps(finite(r), ensure_ascii=False) + "\n" for r in rows)
+        self._file.add(redact.text(lines).encode())
 
     def close(self) -> None:
         self._file.close()

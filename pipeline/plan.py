@@ -164,6 +164,7 @@ def check(configured: Configured, problems: list[Problem]) -> Plan:
             specs[key] = spec
     problems += _unused(configured, classes, specs)
     problems += _device(root)
+    problems += _kept(root)
     for spec in specs.values():
         problems += _capabilities(spec)
         problems += _requirements(spec, root)
@@ -316,13 +317,20 @@ def _capabilities(spec: PartSpec, holder: PartSpec | None = None) -> Iterator[Pr
 
 def _level(root: RootConfig) -> Literal["warning", "error"]:
     """A plan that is only looked at may lack packages and devices."""
-    return "error" if root.mode is Mode.run else "warning"
+    return "error" if root.mode in (Mode.run, Mode.compare) else "warning"
 
 
 def _device(root: RootConfig) -> Iterator[Problem]:
     if root.run.device is Device.cuda and not has_cuda():
         hint = "run it where there is one, or choose run.device=auto or cpu"
         yield Problem(where="run.device", what="is cuda, and there is no CUDA device", hint=hint, level=_level(root))
+
+
+def _kept(root: RootConfig) -> Iterator[Problem]:
+    for step in root.run.keep_records:
+        if not 1 <= step <= root.run.steps:
+            what = f"there is no step {step}: this run has {root.run.steps}, counted from 1"
+            yield Problem(where="run.keep_records", what=what, hint="leave it out, or more run.steps")
 
 
 def _requirements(spec: PartSpec, root: RootConfig) -> Iterator[Problem]:

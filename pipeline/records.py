@@ -209,6 +209,11 @@ class Rows(Record):
     def unpack(self, ctx: Context) -> Rows:
         return self
 
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """The names of the fields that have an entry for each row."""
+        return _columns(cls)
+
     def shared(self) -> dict[str, Any]:
         """What all rows have in common."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _columns(type(self))}

@@ -58,7 +58,7 @@ def test_a_new_key_at_the_top_needs_a_schema() -> None:
 def test_a_setting_of_a_part_that_is_not_there() -> None:
     found = problems("critic.lr=1", "scorr.delay_s=1", "scorer.deep.er=1")
     assert found["critic.lr"].what == "there is no 'critic' in this pipeline"
-    assert found["critic.lr"].hint.startswith("configured: double, eval, eval_source, graph, judge, learner")
+    assert found["critic.lr"].hint.startswith("configured: compare, double, eval, eval_source, graph, judge")
     assert found["scorr.delay_s"].hint.startswith("did you mean 'scorer'? configured: ")
     assert found["scorer.deep.er"].hint == "allowed: delay_s, die_at, fail_at"
 
@@ -68,7 +68,7 @@ def test_a_misspelt_group_and_option() -> None:
     assert set(found) == {"dobule", "double", "source@eval_source", "scorer@third"}
     assert found["dobule"].hint.startswith("did you mean 'double'?")
     assert found["double"].what == "there is no 'streming' in the group 'double'"
-    assert found["double"].hint == "did you mean 'streaming'? allowed: streaming, whole"
+    assert found["double"].hint == "did you mean 'streaming'? allowed: awkward, streaming, whole"
 
 
 def test_a_misspelt_pipeline_or_recipe_is_refused() -> None:
@@ -88,7 +88,7 @@ WRONG_TYPES = {
     "scorer.fail_at.x=3": ("no such setting: 'scorer.fail_at' is a single value", "set it itself: scorer.fail_at=3"),
     "second.delay_s=[1]": ("[1] is not a number", "must be a number >= 0"),
     "seed=abc": ("'abc' is not a whole number", "must be a whole number >= 0"),
-    "mode=pln": ("'pln' is not allowed", "did you mean 'plan'? allowed: diff, plan, run"),
+    "mode=pln": ("'pln' is not allowed", "did you mean 'plan'? allowed: compare, diff, plan, run"),
     "run.device=tpu": ("'tpu' is not allowed", "did you mean 'cpu'? allowed: auto, cpu, cuda"),
     "placement.double=remote": ("'remote' is not allowed", "allowed: local, process"),
     "eval=3": ("is a section, and '3' is a single value", "its keys: every"),
