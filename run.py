@@ -63,4 +63,6 @@ if __name__ == "__main__":
     except BrokenPipeError:  # the reader has seen enough: `python run.py mode=plan | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
+    for number in (signal.SIGINT, signal.SIGTERM):  # it has ended, and its status says how
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(status)

@@ -237,7 +237,14 @@ def prepare(line: CommandLine) -> list[Problem]:
             problems += e.problems
     sys.dont_write_bytecode = writes
     for e in entries():
-        ConfigStore.instance().store(group=f"schema/{e.role}", name=e.name, node=_schema(e.config), provider=e.origin)
+        try:
+            node = _schema(e.config)
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            what = f"{e.config.__name__}, the settings of {e}, cannot be read: {first_line(error)}"
+            hint = f"mend it beside {e.origin}: fields have simple types, and each default is of its field's type"
+            problems.append(Problem(where="plugins", what=what, hint=hint))
+            continue
+        ConfigStore.instance().store(group=f"schema/{e.role}", name=e.name, node=node, provider=e.origin)
     return problems
 
 
@@ -305,13 +312,18 @@ def sweep_launching(overrides: Sequence[str]) -> Launching:
 
 def changeable(line: CommandLine) -> tuple[dict[str, list[str]], Callable[[str], Slot | None]]:
     """What an override can change in what this command line composes: the options of each group by its config key, and
-    what the setting at a config path takes."""
+    what the setting or section at a config path takes."""
     prepare(line)
     with composing(line) as hydra:
         cfg, _ = compose_all(line.overrides, slot_of, OWN)
         keys = [str(key) for key in cfg.hydra.runtime.choices if not key.startswith("hydra/")]
         groups = {key: list(hydra.config_loader.get_group_options(key.partition("@")[0])) for key in keys}
-    return groups, lambda path: slot_of(cfg, path)
+
+    def slot(path: str) -> Slot | None:
+        kind = OmegaConf.get_type(cfg._get_node(path)) if path in cfg else None
+        return slot_of(cfg, path) or (Slot(kind, MISSING, {}) if is_dataclass(kind) else None)
+
+    return groups, slot
 
 
 def written(overrides: Any) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import PlanSettings
+from pipeline import quoting
+from pipeline.config import CommandLine, Mode, PlanSettings, RootConfig
 from pipeline.errors import PlanError, Problem, listed
 
 Change = tuple[Any, Any]
@@ -45,6 +46,15 @@ class Difference:
     def plain(self) -> dict[str, dict[str, dict[str, Any]]]:
         sections = {"settings": self.settings, "versions": self.versions, "metrics": self.metrics, "speed": self.speed}
         return {name: {k: {"a": a, "b": b} for k, (a, b) in s.items()} for name, s in sections.items()}
+
+
+def unread(line: CommandLine, root: RootConfig) -> Iterator[Problem]:
+    """`plan.a` and `plan.b` where nothing is compared: whoever forgot the mode would start a run."""
+    keys = {quoting.key_of(text) for text in line.overrides} if root.mode is not Mode.diff else ()
+    for key in ("plan.a", "plan.b"):
+        if key in keys:
+            hint = "add mode=diff, or leave it out"
+            yield Problem(where=key, what="only mode=diff reads it, and this is none", hint=hint)
 
 
 def compare(settings: PlanSettings) -> Difference:

@@ -79,9 +79,10 @@ def _plan_or_explain(line: CommandLine) -> list[Plan] | None:
     for point in lines:
         try:
             plans.append(made := plan.make(point))
-            bad = [*cells.check(point, made.root), *(_taken(made) if is_execution(made) else ())]
+            bad = [*cells.check(point, made.root), *diff.unread(point, made.root)]
+            bad += _taken(made) if is_execution(made) else ()
         except PlanError as e:
-            bad = list(e.problems)
+            bad = [*e.problems, *cells.unread(point)]
         for problem in bad:
             found.setdefault(problem, []).append(point)
     problems += [_of_points(problem, points, lines) for problem, points in found.items()]

@@ -114,8 +114,8 @@ class JsonLines:
         self._file = Appended(path)
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        lines = "".join(json.dumps(finite(r), ensure_ascii=False) + "\n" for r in rows)
-        self._file.add(redact.text(lines).encode())
+        lines = "".join(json.dumps(redact.structure(finite(r)), ensure_ascii=False) + "\n" for r in rows)
+        self._file.add(lines.encode())
 
     def close(self) -> None:
         self._file.close()

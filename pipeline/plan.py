@@ -156,6 +156,8 @@ def check(configured: Configured, problems: list[Problem]) -> Plan:
     told = {p.where for p in problems}
     if told & {"graph", *(f"graph.{f.name}" for f in fields(root.graph))}:
         raise PlanError(problems)  # without its edges, all that could be said is that nothing is wired
+    if unreadable := list(_unreadable(classes)):
+        raise PlanError([*problems, *unreadable])  # what cannot be read cannot be wired
     graph, found = build(root.graph, classes, told)
     problems += found
     specs: dict[str, PartSpec] = {}
@@ -176,6 +178,23 @@ def check(configured: Configured, problems: list[Problem]) -> Plan:
     unique = _stop_at_errors(problems)
     nodes = {n: specs[n] for n in graph.nodes()}
     return Plan(configured, graph, nodes, specs["runner"], specs["tracker"], parts.values, tuple(unique), estimates)
+
+
+def _unreadable(classes: Mapping[str, type[Stage]]) -> Iterator[Problem]:
+    """Stages of a user's own whose methods do not say what they take."""
+    for key, cls in classes.items():
+        for method in ("run", "learn"):
+            try:
+                if has(cls, method):
+                    ports(cls, method)
+            except (TypeError, NameError) as e:
+                hint = f"annotate it with records of stages.records; it is defined at {_place(getattr(cls, method))}"
+                yield Problem(where=key, what=f"{type(e).__name__}: {e}", hint=hint)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = function.__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _stop_at_errors(problems: Iterable[Problem]) -> list[Problem]:

@@ -58,6 +58,9 @@ class Program:
             closing.callback(self._log_unclosed)
             self._metrics = JsonLines(self.run_dir / "metrics.jsonl")
             closing.callback(self._metrics.close)
+            closing.push(self._close_tracker)
+            with self.blame("runner"):
+                self._tell("start", self.plan, self.run_dir)  # before what takes long: it shows the plan
             for node, spec in self.plan.nodes.items():
                 ctx = Context(
                     node=node, run_seed=seed, run_dir=self.run_dir, threads=run.cores, device=device, meter=self.meter
@@ -69,8 +72,8 @@ class Program:
             self._closing = closing.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        self._closing.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._closing.__exit__(kind, error, trace)
         if kind is None and self._unclosed:
             raise self._unclosed[0]
 
@@ -93,15 +96,13 @@ class Program:
 
         After a first signal it ends with the step under way, without an evaluation.
         """
-        with ExitStack() as ending:
-            ending.push(self._close_tracker)
-            with self.blame("runner"):
-                self._start()
-                self._steps()
-                self.stop.finishing("what was learned is saved")
-                if not self.plan.root.run.only_steps:
-                    self._export()
-                self._tell("finish", self._advice())
+        with self.blame("runner"):
+            self._start()
+            self._steps()
+            self.stop.finishing("what was learned is saved")
+            if not self.plan.root.run.only_steps:
+                self._export()
+            self._tell("finish", self._advice())
 
     def _close_tracker(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -113,7 +114,6 @@ class Program:
 
     def _start(self) -> None:
         """Until the first step, a signal ends the run at once: there is nothing yet to be saved."""
-        self._tell("start", self.plan, self.run_dir)
         self.publish(0)
         self._finish_step(0, {}, {} if self.plan.root.run.only_steps else self.evaluate(0))
 

@@ -15,6 +15,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,10 @@ from enum import IntEnum
 
 ASK_FOR_STACKS = signal.SIGUSR2
 """On this signal a process of ours writes the Python stack of each of its threads, whatever it is doing."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""They ask a run to end."""
+ECHO_S = 0.1
+"""One wish may come as two signals: timeout(1), for one, sends it to its program and then to the whole group."""
 
 _HEAD = struct.Struct("QQQ")  # number of lines, phase, whether the run is doomed
 _LINE = struct.Struct("64s16sQQdqqQQ")  # as the fields of Line, without rows
@@ -137,9 +142,11 @@ def shown(board: Board) -> Iterator[None]:
     global _board
     _board = board
     board.take_stacks()
+    sys.meta_path.insert(0, imports := _Imports())
     try:
         yield
     finally:
+        sys.meta_path.remove(imports)
         _board = None
         faulthandler.unregister(ASK_FOR_STACKS)
 
@@ -149,6 +156,7 @@ def join(fds: tuple[int, int]) -> None:
     global _board
     _board = Board(fds=fds)
     _board.take_stacks()
+    sys.meta_path.insert(0, _Imports())
 
 
 def serve(node: str) -> None:
@@ -190,3 +198,15 @@ def alive() -> None:
     """
     if _board is not None and (node := getattr(_thread, "node", None) or _whole) is not None:
         _board.beat(node)
+
+
+class _Imports:
+    """Finds no module, but a new name is progress: torch has thousands, for which a busy machine takes long."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name not in self._names:
+            self._names.add(name)
+            alive()

@@ -21,9 +21,8 @@ from typing import Any
 
 from pipeline import progress
 from pipeline.errors import StageError
-from pipeline.progress import Phase
+from pipeline.progress import ECHO_S, SIGNALS, Phase
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN_S = 2.0
 """An exception that is raised where it cannot get out, as in a destructor, is raised again after so many seconds."""
 
@@ -42,6 +41,8 @@ class Stopping:
         self._grace_s = grace_s
         self._phase, self._under_way = Phase.at_once, ""
         self._raising = self._nudged = False
+        self._last = -math.inf
+        """When the last signal came, in seconds of the monotonic clock."""
         self._main = threading.main_thread().ident or 0
         self._news: SimpleQueue[tuple[str, float] | None] = SimpleQueue()  # its put is safe in a handler
 
@@ -90,6 +91,9 @@ class Stopping:
     def _came(self, number: int, _: Any) -> None:
         nudged, self._nudged = self._nudged, False
         if not nudged:
+            before, self._last = self._last, time.monotonic()
+            if self._last - before < ECHO_S and number == self.signals[-1]:
+                return
             self.signals.append(number)
             if len(self.signals) > 2:
                 os._exit(self.status)

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ log = logging.getLogger("headrace")
 TRACKER = "tracker"
 VERDICT_S = 10.0
 """Seconds that the watchdog may take to gather stacks."""
+GONE = "the process of the watchdog has ended; the run goes on, but nobody sees it if a node makes no progress"
 
 
 @contextlib.contextmanager
@@ -54,9 +56,9 @@ def watched(
         watcher = subprocess.Popen(
             start_line(orders), pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True, close_fds=True
         )
-        theirs.close()
-        heard.close()
-        listener = threading.Thread(target=_listen, args=(ours, stop), name="watchdog", daemon=True)
+        theirs.close()  # but not `heard`: if the watchdog is gone, signals come to nobody, and that is no error
+        ending = threading.Event()
+        listener = threading.Thread(target=_listen, args=(ours, stop, ending), name="watchdog", daemon=True)
         listener.start()
         before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         try:
@@ -66,6 +68,8 @@ def watched(
             signal.set_wakeup_fd(before)
             if board.doomed:  # the node has got on after all, but a verdict is a verdict
                 listener.join(VERDICT_S)
+                _end_within(end_s)
+            ending.set()
             with contextlib.suppress(OSError):
                 ours.shutdown(socket.SHUT_RDWR)
             listener.join()
@@ -74,7 +78,15 @@ def watched(
     board.close()
 
 
-def _listen(control: socket.socket, stop: Stopping) -> None:
+def _end_within(seconds: float) -> None:
+    """End this process with status 1 then, also if its last words go into a pipe that nobody reads. That may be why
+    the node was stuck."""
+    timer = threading.Timer(seconds, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+
+
+def _listen(control: socket.socket, stop: Stopping, ending: threading.Event) -> None:
     received = b""
     while not received.endswith(b"\n"):
         try:
@@ -82,6 +94,9 @@ def _listen(control: socket.socket, stop: Stopping) -> None:
         except OSError:
             piece = b""
         if not piece:
+            if not ending.is_set():
+                log.warning(GONE)
+                print(f"\n{GONE}", file=sys.stderr)
             return
         received += piece
     report = json.loads(received)

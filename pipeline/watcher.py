@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 
 from pipeline import redact
 from pipeline.errors import StageError
-from pipeline.progress import ASK_FOR_STACKS, Board, Line, Phase
+from pipeline.progress import ASK_FOR_STACKS, ECHO_S, SIGNALS, Board, Line, Phase
 from pipeline.usage import family
 
 ACK_S = 2.0
@@ -61,6 +62,7 @@ class Watch:
     board: Board
     idle: dict[str, Idle] = field(default_factory=dict)
     signals: int = 0
+    last_signal: float = -math.inf
     end_by: float | None = None
 
     def run(self) -> None:
@@ -82,8 +84,9 @@ class Watch:
     def _gone(self, seconds: float) -> bool:
         """Whether the controlling process has ended; waits so long for it, and for signals to it."""
         ready, _, _ = select.select([self.orders.control, self.orders.wake], [], [], seconds)
-        if self.orders.wake in ready and (came := os.read(self.orders.wake, 64)):
-            self.signals += len(came)
+        if self.orders.wake in ready and not {*os.read(self.orders.wake, 64)}.isdisjoint(SIGNALS):  # alarms come, too
+            before, self.last_signal = self.last_signal, time.monotonic()
+            self.signals += self.last_signal - before >= ECHO_S
             if self.signals > 1 or self.board.phase is Phase.at_once:
                 self.end_by = self.end_by or time.monotonic() + self.orders.end_s
         ended = self.orders.control in ready and not os.read(self.orders.control, 64)
@@ -233,7 +236,7 @@ def _name(pid: int) -> str:
     command = _read(pid, "cmdline").rstrip("\0").split("\0")
     if _ours(command):
         return f"'{command[command.index('-c') + 2]}'"
-    return redact.text(" ".join(command)[:200]) or _read(pid, "comm").strip()
+    return redact.text(" ".join(command))[:200] or _read(pid, "comm").strip()
 
 
 def _ours(command: list[str]) -> bool:

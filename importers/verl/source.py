@@ -267,6 +267,10 @@ def _overrides(texts: Sequence[tuple[str | shell.Unknown, str]], path: Path) -> 
             continue
         try:
             made = OverridesParser.create().parse_override(text)
+            if made.is_sweep_override():
+                why = "it is several values, which only a sweep can have; text with ',' needs quotes of its own"
+                problems.append(Problem(where=raw, what=f"is no override that Hydra, and so verl, can read: {why}"))
+                continue
             key, value = made.key_or_group, None if made.is_delete() else made.value()
         except HydraException as e:
             why = str(e).split("\n")[0]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import get_origin
 
 from pipeline import config, quoting
 from pipeline.config import AxisSettings, CommandLine, CompareSettings, Mode, RootConfig, assignment
-from pipeline.errors import Problem, listed, near
+from pipeline.errors import Problem, closest, listed, near
 from pipeline.slots import Slot
 from pipeline.sweep.jobs import Job
 
@@ -82,6 +82,8 @@ def expand(line: CommandLine) -> tuple[list[CommandLine], list[Problem]]:
     if any(p.where.endswith("axis") for p in problems) or not root.compare.axis:
         return [line], problems
     settings, more = _possible(root.compare, groups), _additions(line, root.compare)
+    if not root.run.steps:  # there is none to keep; that none is counted is what is wrong
+        more = [text for text in more if quoting.key_of(text) != "run.keep_records"]
     lines = [replace(line, overrides=(*line.overrides, *more, *cell.overrides)) for cell in cells(settings)]
     return lines or [line], problems
 
@@ -107,7 +109,12 @@ def check(line: CommandLine, root: RootConfig) -> Iterator[Problem]:
         elif not is_asked(line):
             yield Problem(where="mode", what="compare is asked for by a recipe", hint="give mode=compare in words")
         return
-    for text in line.overrides:
+    yield from unread(line)
+
+
+def unread(line: CommandLine) -> Iterator[Problem]:
+    """Settings of a comparison where none is asked for: whoever forgot the mode would start a run."""
+    for text in () if is_asked(line) else line.overrides:
         if (key := quoting.key_of(text)) == "compare" or key.startswith("compare."):
             hint = "add mode=compare, or leave it out"
             yield Problem(where=key, what="only mode=compare reads it, and this is none", hint=hint)
@@ -138,12 +145,27 @@ def _axis_problems(
     slot = slot_of(name)
     if name not in groups and (slot is None or is_dataclass(slot.type)):
         what = f"there is no group and no setting '{name}'"
-        yield Problem(where=at, what=what, hint=f"{near(name, allowed, 'groups')}; a setting is NODE.NAME")
+        yield Problem(where=at, what=what, hint=_near_setting(name, slot_of) or _near_group(name, allowed))
     elif name not in groups and slot and get_origin(slot.type) in (dict, list):
         yield Problem(where=at, what=f"'{name}' holds several values", hint="choose a setting of one value")
     if any(quoting.key_of(text) == name for text in line.overrides):
         hint = f"leave it out, or put it first in {where}.options, which makes it the baseline"
         yield Problem(where=name, what=f"is given, and {at} compares it", hint=hint)
+
+
+def _near_group(name: str, groups: Sequence[str]) -> str:
+    return f"{near(name, groups, 'groups')}; a setting is NODE.NAME"
+
+
+def _near_setting(name: str, slot_of: SlotOf) -> str:
+    """What stands in the section that a name points into; nothing if there is none."""
+    path, _, leaf = name.rpartition(".")
+    section = slot_of(path) if path else None
+    if section is None or not is_dataclass(section.type):
+        return ""
+    known = [f.name for f in fields(section.type)]
+    match = closest(leaf, known)
+    return (f"did you mean '{path}.{match}'? " if match else "") + f"in '{path}' there are: {listed(known)}"
 
 
 def _options_problems(where: str, axis: AxisSettings, groups: Groups) -> Iterator[Problem]:

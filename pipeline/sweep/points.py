@@ -18,7 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
+from pipeline import redact
 from pipeline.config import CommandLine, Composed, assignment, composing, prepare, sweep_launching, written
+from pipeline.disk import write_whole
 from pipeline.errors import Problem
 from pipeline.launching import Launching
 from pipeline.plan import Plan
@@ -158,6 +160,7 @@ class Points:
 
     def job(self, hydra: Any) -> Job:
         """`hydra`: that section of the composed configuration of a point."""
+        _hide_secrets(self.folder / "multirun.yaml")
         folder, task = self.folder / str(hydra.sweep.subdir), written(hydra.overrides.task)
         flags = ["--config-dir", str(self.config_dir)] if self.config_dir else []
         kept = [text for text in written(hydra.overrides.hydra) if not text.startswith(_SET_ANEW)]
@@ -166,6 +169,16 @@ class Points:
         return Job(
             number=hydra.job.num, folder=folder, overrides=task, arguments=arguments, cwd=Path(hydra.runtime.cwd)
         )
+
+
+def _hide_secrets(saved: Path) -> None:
+    """In what Hydra has written of the sweep, before any job starts."""
+    try:
+        found = saved.read_text("utf-8")
+    except OSError:
+        return  # another sweeper may write none
+    if (kept := redact.text(found)) != found:
+        write_whole(saved, kept)
 
 
 _SET_ANEW = (

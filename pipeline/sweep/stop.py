@@ -9,14 +9,17 @@ waits for a job looks at. If the controlling process is gone, the jobs end too.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.process import die_with_parent
+from pipeline.progress import ECHO_S
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
@@ -54,6 +57,7 @@ class Stop:
         self.file = folder / "stop"
         self.owner = Owner()
         self._signals: list[int] = []
+        self._last = -math.inf
 
     @property
     def signals(self) -> list[int]:
@@ -70,6 +74,9 @@ class Stop:
 
     def note(self, number: int) -> None:
         """A signal came. The third ends this process itself: something here hangs."""
+        before, self._last = self._last, time.monotonic()
+        if self._last - before < ECHO_S and number == self._signals[-1]:
+            return
         self._signals.append(number)
         if len(self._signals) > 2:
             os._exit(128 + number)

@@ -87,6 +87,15 @@ def of_use(key: str, cfg: LoaderConfig, evaluates: bool) -> Iterator[Problem]:
         yield Problem(where=f"{key}.sampling", what=what, hint="set them at the rollout: rollout.n, ...")
 
 
+def of_room(key: str, cfg: LoaderConfig, positions: int) -> Iterator[Problem]:
+    """A response length of its own must fit behind a prompt, as that of the rollout must. `positions` 0: not known."""
+    new, prompt = cfg.sampling.max_new_tokens, max(1, cfg.max_prompt_tokens)
+    if positions and new and prompt + new > positions:
+        what = f"{new} new tokens after a prompt of {prompt} do not fit the model's {positions} positions"
+        hint = f"at most {positions - prompt} for such a prompt" if positions > prompt else ""
+        yield Problem(where=f"{key}.sampling.max_new_tokens", what=what, hint=hint or f"lower {key}.max_prompt_tokens")
+
+
 def of_held_out_rows(key: str, cfg: LoaderConfig, others: Mapping[str, LoaderConfig]) -> Iterator[Problem]:
     """A loader that evaluates shares no row with one that trains."""
     for other, part in others.items():

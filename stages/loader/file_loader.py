@@ -95,6 +95,7 @@ class FileLoader(Loader):
         if facts.evaluates:
             others = {n: p.cfg for n, p in facts.nodes.items() if n != facts.key and isinstance(p, FileLoader)}
             yield from checks.of_held_out_rows(facts.key, self.cfg, others)
+            yield from checks.of_room(facts.key, self.cfg, facts.values.get("context_length") or 0)
 
     # -- opening -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import orjson
 import xxhash
 
 from pipeline.process import Child
+from pipeline.progress import alive
 from stages.loader import sidecar
 from stages.loader.files import LENGTHS
 from stages.loader.joined import Joined
@@ -176,6 +177,7 @@ class FileLengths:
         new = [r for r in dict.fromkeys(rows) if r not in self._extra]
         for part in (new[i : i + BLOCK] for i in range(0, len(new), BLOCK)):
             self._extra.update(zip(part, self._here().count(part).tolist(), strict=True))
+            alive()
         return [self._extra[r] for r in rows]
 
     def _look_after_workers(self) -> None:
@@ -238,6 +240,7 @@ def _count_block(counter: Counter, file: LengthFile, block: int) -> bool:
         if ours and not file.known(block):
             span = file.span(block)
             file.put(block, counter.count(range(span.start, span.stop)))
+            alive()
         return ours
 
 

@@ -181,7 +181,7 @@ def settings_problems(cfg: RolloutConfig, model: Model, facts: Facts) -> Iterabl
             hint=(
                 f"at most {limit - prompt} for such a prompt; or shorten prompts, or choose another model.path"
                 if limit > prompt
-                else "no response has room behind such a prompt: lower tokenizer_cache.max_prompt_tokens"
+                else "no response has room behind such a prompt: lower max_prompt_tokens, in loader or tokenizer_cache"
             ),
         )
 

@@ -50,13 +50,13 @@ class ConsoleTracker(Tracker):
         self._run_dir, self._total, self._plan = run_dir, plan.root.run.steps, plan
         self._seconds: dict[str, float] = defaultdict(float)
         self._ratios: dict[str, list[float]] = defaultdict(list)
-        self._evals: list[tuple[int, float]] = []
+        self._evals: list[tuple[int, str]] = []
         self._samples: list[list[tuple[str, str]]] = []
         self._unscored = self._failed = 0.0
         self._console = Console(highlight=False, soft_wrap=True)
         if self.cfg.rollouts:
             self._rows = JsonLines(run_dir / "rollouts.jsonl")
-        print(render(plan) + "\n")
+        print(render(plan) + "\n", flush=True)
         if sys.stdout.isatty():
             columns = [
                 TextColumn("step"),
@@ -71,11 +71,15 @@ class ConsoleTracker(Tracker):
 
     def evaluated(self, step: int, records: Mapping[str, Record], metrics: Mapping[str, Any]) -> None:
         self._write(step, records)
-        if "eval/accuracy" in metrics:
-            self._evals.append((step, metrics["eval/accuracy"]))
-            if not self._bar:
-                print(f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}", flush=True)
         rollouts = of_type(records, RolloutBatch)
+        if "eval/accuracy" in metrics:
+            accuracy = f"{metrics['eval/accuracy']:.3f}"
+            if unscored := metrics.get("eval/unscored", 0):  # they count as wrong, which is not all that is to be said
+                of_all = f" of {len(rollouts)}" if rollouts is not None else ""
+                accuracy += f" ({unscored:.0f}{of_all} rows were not scored)"
+            self._evals.append((step, accuracy))
+            if not self._bar:
+                print(f"step {step}: held-out accuracy {accuracy}", flush=True)
         if rollouts is not None:
             shown = range(min(self.cfg.samples, len(rollouts)))
             self._samples.append([(_last(rollouts.prompt.json(i)), rollouts.response.text(i)) for i in shown])
@@ -99,9 +103,8 @@ class ConsoleTracker(Tracker):
         self._stop_bar()
         if self._evals:
             (_, before), (last, after) = self._evals[0], self._evals[-1]
-            self._console.print(
-                f"\nheld-out accuracy: {before:.3f} before, [bold]{after:.3f}[/bold] after {last} steps"
-            )
+            then = f", [bold]{after}[/bold] after {last} steps" if len(self._evals) > 1 else "; not evaluated since"
+            self._console.print(f"\nheld-out accuracy: {before} before{then}")
         if self._samples and self._samples[0]:
             self._console.print(self._sample_table())
         self._console.print(self._time_table())
@@ -136,9 +139,10 @@ class ConsoleTracker(Tracker):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("prompt", "before", "after", title="held-out samples", title_justify="left")
+        columns = ("prompt", "before", "after") if len(self._samples) > 1 else ("prompt", "before")
+        table = Table(*columns, title="held-out samples", title_justify="left")
         for (prompt, before), (_, after) in zip(self._samples[0], self._samples[-1], strict=True):
-            table.add_row(*(Text(t[:300]) for t in (prompt, before, after)))
+            table.add_row(*(Text(t[:300]) for t in (prompt, before, after)[: len(columns)]))
         return table
 
     def _time_table(self) -> Table:

@@ -239,6 +239,19 @@ CASES: dict[str, Case] = {
         "rollout.max_new_tokens=500",
         told=("rollout.max_new_tokens: 500 new tokens after a prompt of 1 do not fit the model's 128", "at most 127"),
     ),
+    "held-out response longer than the model": bad(
+        "eval_loader.sampling.max_new_tokens=500",
+        told=(
+            "eval_loader.sampling.max_new_tokens: 500 new tokens after a prompt of 1 do not fit the model's 128",
+            "at most 127 for such a prompt",
+        ),
+        alone=True,
+    ),
+    "loader's prompts longer than the model": bad(
+        "loader.max_prompt_tokens=512",
+        told=("rollout.max_new_tokens: 8 new tokens after a prompt of 512", "lower max_prompt_tokens, in loader or"),
+        alone=True,
+    ),
     "prompt and response longer than the model": bad(
         "tokenizer_cache.max_prompt_tokens=124",
         told=("rollout.max_new_tokens: 8 new tokens after a prompt of 124 do not fit", "at most 4 for such a prompt"),

@@ -85,6 +85,14 @@ def at_the_start(folder: Path) -> Ended:
     return busy(folder, "double", "open", "placement.learner=process").send(signal.SIGTERM).end()
 
 
+def after_the_end(folder: Path) -> Ended:
+    """A signal while the interpreter ends."""
+    how = ("learner.where=close", "learner.how=linger", f"learner.text={folder}/run/lingers")
+    started = Run(folder, *TOY, f"hydra.run.dir={folder}/run", *how)
+    started.until((folder / "run" / "lingers").exists, "the end of the interpreter")
+    return started.send(signal.SIGTERM).send(signal.SIGINT).end()
+
+
 def stuck(folder: Path, node: str, method: str, how: str, *args: str) -> Ended:
     how = f"{node}.how={how}"
     settings = (f"{node}.where={method}", how, "run.stall_s=2", "double.text=${oc.env:HF_TOKEN}", *args)
@@ -174,6 +182,7 @@ RUNS: dict[str, Callable[[Path], Ended]] = {
     **{name: stops(name) for name in STOPPED},
     "twice": twice,
     "at_the_start": at_the_start,
+    "after_the_end": after_the_end,
     **{name: sticks(name) for name in STUCK},
     "slow": slow,
     "vanishes": vanishes,
@@ -255,6 +264,12 @@ def test_at_once_is_at_once(runs, name: str, code: int, done: int):
     assert ("stops after step 2" in ended.err) == (done == 1)
     assert "stops at once\n\n" in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_a_run_that_has_ended_has_its_status(runs):
+    ended = runs("after_the_end")
+
+    assert (ended.code, ended.left, ended.err) == (0, {}, "")
 
 
 # -- the watchdog ------------------------------------------------------------------------------------------------

@@ -161,6 +161,51 @@ def test_a_plan_needs_none_of_the_packages_that_a_run_needs(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+BROKEN = """
+from __future__ import annotations
+from dataclasses import dataclass
+from pipeline.registry import backend
+from pipeline.stage import Stage, setting
+
+@dataclass(slots=True, kw_only=True)
+class SieveConfig:
+    pass
+
+@backend("filter", "sieve")
+class Sieve(Stage):
+    def __init__(self, cfg: SieveConfig):
+        pass
+
+    def run(self, rollouts):
+        return rollouts
+
+@dataclass(slots=True, kw_only=True)
+class OtherConfig:
+    share: float = setting("half", doc="no number")
+
+@backend("filter", "other")
+class Other(Stage):
+    def __init__(self, cfg: OtherConfig):
+        pass
+"""
+
+
+def test_a_plug_in_that_cannot_be_read_is_told_with_its_place(tmp_path: Path):
+    """A method that does not say what it takes, and a default that its own type refuses."""
+    (tmp_path / "mine.py").write_text(BROKEN)
+    (tmp_path / "conf" / "filter").mkdir(parents=True)
+    (tmp_path / "conf" / "filter" / "sieve.yaml").write_text("defaults: [/schema/filter/sieve@_here_, _self_]\n")
+    ended = run(
+        tmp_path, "--config-dir", "conf", "plugins=[mine]", "+filter=sieve", "graph.forward.filter={rollouts: rollout}"
+    )
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+    assert "2 problems" in ended.err
+    assert "plugins: OtherConfig, the settings of filter=other, cannot be read: Value 'half'" in ended.err
+    assert "filter: TypeError: mine.Sieve.run: parameter 'rollouts' needs a record type" in ended.err
+    assert f"it is defined at {tmp_path}/mine.py:16" in ended.err
+
+
 def test_a_reader_may_stop_reading(tmp_path: Path):
     """`python run.py mode=plan | head -1`"""
     command = [sys.executable, str(ROOT / "run.py"), "mode=plan"]

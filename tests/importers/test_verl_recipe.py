@@ -308,6 +308,12 @@ def test_files_that_are_not_here_leave_the_steps_open(
         ("python3 -m verl.trainer.main_ppo 'a=1\n", "x.sh", "import.verl", "is never closed"),
         ("python3 -m verl.trainer.main_ppo data.train_files=$D\n", "x.sh", "data.train_files", "$D is set neither"),
         ("python3 -m verl.trainer.main_ppo a=[1\n", "x.sh", "a=[1", "is no override that Hydra, and so verl, can read"),
+        (
+            "python3 -m verl.trainer.main_ppo trainer.experiment_name='a b, c'\n",
+            "x.sh",
+            "trainer.experiment_name='a b, c'",
+            "it is several values, which only a sweep can have",
+        ),
         ("python3 -m verl.trainer.main_ppo $(more)\n", "x.sh", "$(more)", "$(more) is the output of a command"),
         (
             "python3 -m verl.trainer.main_ppo --config-name=sft\n",

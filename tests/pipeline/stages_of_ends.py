@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.context import Context
 from pipeline.progress import alive
@@ -60,6 +62,16 @@ def fill(file: str) -> None:
             f.write(bytes(4096))
 
 
+def linger(file: str) -> None:
+    """Let the process take some time to end."""
+
+    def wait() -> None:
+        Path(file).touch()
+        time.sleep(1.5)
+
+    atexit.register(wait)
+
+
 def crash(number: int) -> None:
     signal.raise_signal(number)
 
@@ -78,6 +90,7 @@ HOW = {
     "full": lambda text: open("/dev/full", "w").write("x" * 2**20),  # noqa: SIM115
     "fill": fill,
     "print": print,
+    "linger": linger,
 }
 
 

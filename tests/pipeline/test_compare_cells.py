@@ -97,6 +97,10 @@ CASES = {
     ("compare.axis=duble", "compare.options=[a,b]"): (
         "compare.axis: there is no group and no setting 'duble'\n    did you mean 'double'? groups: double, "
     ),
+    ("compare.axis=source.gruops", "compare.options=[2,4]"): (
+        "compare.axis: there is no group and no setting 'source.gruops'\n    did you mean 'source.groups'? in 'source' "
+    ),
+    (*ONE, "run.steps=0", "compare.warmup=0"): "run.steps: 0, and the first 0 (compare.warmup) are not counted",
     ("compare.axis=run", "compare.options=[a,b]"): "compare.axis: there is no group and no setting 'run'",
     ("compare.axis=placement", "compare.options=[a,b]"): "compare.axis: 'placement' holds several values",
     ("compare.axis=compare.repeats", "compare.options=[1,2]"): "says what is done and not what is run",
@@ -192,6 +196,10 @@ def test_a_sweep_of_comparisons_is_refused(capsys: pytest.CaptureFixture[str]) -
 def test_settings_of_a_comparison_without_one_are_refused(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.plan_or_explain(line("compare.repeats=3", mode=mode)) is None
     assert "compare.repeats: only mode=compare reads it, and this is none" in capsys.readouterr().err
+    assert entry.plan_or_explain(line("compare.repeats=3", "seed=x", mode=mode)) is None
+    told = capsys.readouterr().err
+    assert "2 problems" in told
+    assert "compare.repeats: only mode=compare reads it, and this is none" in told
 
 
 def test_a_recipe_may_say_what_is_compared_but_not_that_it_is(

@@ -116,3 +116,12 @@ def test_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "  seed: 0 -> 3  (+3)" in capsys.readouterr().out
     assert run.main([*TOY, PLUGINS, "mode=diff", f"plan.a={a}", f"plan.b={b}", "plan.format=json"]) == 1
     assert json.loads(capsys.readouterr().out)["settings"] == {"seed": {"a": 0, "b": 3}}
+
+
+def test_what_only_a_comparison_reads_starts_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "run"
+    assert run.main([*TOY, PLUGINS, "plan.a=x", "plan.b=y", f"hydra.run.dir={place}"]) == 2
+    told = capsys.readouterr().err
+    assert "plan.a: only mode=diff reads it, and this is none\n    add mode=diff, or leave it out" in told
+    assert "plan.b: only mode=diff reads it" in told
+    assert not place.exists()

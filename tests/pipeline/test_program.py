@@ -175,10 +175,17 @@ def test_the_tracker_is_closed_after_an_error(tmp_path: Path) -> None:
         ("scorer.fail_at=5", ["start", "evaluated", "close"]),
         ("tracker.break_at_start=true", ["start", "close"]),
     ):
-        with Program(toy(override), Path(mkdtemp(dir=tmp_path))) as program:
-            with pytest.raises((StageError, RuntimeError)):
-                program.execute()
-            assert [name for name, _ in program.tracker.calls] == calls  # type: ignore[attr-defined]
+        program = Program(toy(override), Path(mkdtemp(dir=tmp_path)))
+        with pytest.raises(StageError), program:
+            program.execute()
+        assert [name for name, _ in program.tracker.calls] == calls  # type: ignore[attr-defined]
+
+
+def test_the_plan_is_shown_before_anything_is_opened(tmp_path: Path, log: list[tuple[str, ...]]) -> None:
+    program = Program(toy("learner.break_at=open"), tmp_path)
+    with pytest.raises(StageError, match="stage 'learner' failed in step 0"), program:
+        pass
+    assert [name for name, _ in program.tracker.calls] == ["start", "close"]  # type: ignore[attr-defined]
 
 
 def test_lines_written_before_an_error_stay(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +21,11 @@ from pipeline.progress import Board, Line, Phase, alive, working
 
 @pytest.fixture
 def board() -> Iterator[Board]:
-    made = Board(["loader", "a" * 80, "trainer"])
+    made, finders = Board(["loader", "a" * 80, "trainer"]), sys.meta_path.copy()
     with progress.shown(made):
         yield made
     made.close()
+    assert sys.meta_path == finders
 
 
 def line(board: Board, name: str) -> Line:
@@ -108,6 +112,17 @@ def test_a_child_beats_for_the_node_it_serves(board: Board) -> None:
         assert line(board, "trainer").beats == (1 + 5 + 1, 5)
     finally:
         child.kill()
+
+
+def test_a_module_that_is_new_is_progress(board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch and vLLM take long to import. One that is asked for again and again is none."""
+    (tmp_path / "module_of_a_test.py").write_text("import module_of_a_test_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    with working("trainer", "open", 0):
+        for _ in range(3):
+            with pytest.raises(ModuleNotFoundError, match="is_missing"):
+                importlib.import_module("module_of_a_test")
+    assert sum(line(board, "trainer").beats) == 2
 
 
 def test_without_a_board_nothing_is_shown() -> None:

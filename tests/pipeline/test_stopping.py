@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -132,6 +133,44 @@ def test_an_exception_that_was_swallowed_is_raised_again(tmp_path: Path) -> None
     assert err == "\nSIGTERM: stops at once\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_wish_that_comes_as_two_signals(tmp_path: Path, number: signal.Signals) -> None:
+    """timeout(1) sends its signal to the program and then to the whole group. The watchdog counts as the run does."""
+    script = Script(
+        tmp_path,
+        """
+        stop = Stopping(grace_s=20)
+        with stop.listening(), watched(["a"], stop, 0, folder, end_s=0.5):
+            stop.finishing("step 1")
+            ready()
+            deadline = time.monotonic() + 3
+            while time.monotonic() < deadline: time.sleep(0.01)
+        print(stop.signals)
+        """,
+    )
+    script.send(number, after=0.3).send(number, after=0.01)
+    code, out, err = script.end()
+    assert (code, out) == (0, f"{[int(number)]}\n"), err
+    assert err.startswith(f"\n{number.name}: stops after step 1")
+
+
+def test_signals_that_ask_for_no_end_are_not_counted(tmp_path: Path) -> None:
+    """A library may use alarms."""
+    script = Script(
+        tmp_path,
+        """
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        with stop.listening(), watched(["a"], stop, 0, folder, end_s=0.5):
+            ready()
+            for _ in range(10):
+                signal.setitimer(signal.ITIMER_REAL, 0.15)
+                time.sleep(0.3)
+        print("well", stop.signals)
+        """,
+    )
+    assert script.end() == (0, "well []\n", "")
+
+
 CLOSING = """
     with stop.listening():
         stop.finishing("step 1")
@@ -193,6 +232,24 @@ def test_a_call_without_progress_is_told_to_the_process(tmp_path: Path) -> None:
     assert out.startswith(told)
     assert "stalled: no progress for 1." in out
     assert out.endswith("; 900 rows wait for it\n")
+
+
+def test_last_words_that_nobody_reads_do_not_hold_it_up(tmp_path: Path) -> None:
+    """python run.py 2>&1 | (sleep 1000)"""
+    script = Script(
+        tmp_path,
+        """
+        try:
+            with stop.listening(), watched(["a"], stop, 1, folder, end_s=1):
+                ready()
+                with working("a", "run", 1): time.sleep(60)
+        except Stopped:
+            print("x" * 2**20)
+            sys.exit(3)
+        """,
+    )
+    assert script.process.wait(30) == 1
+    assert script.end()[1].startswith("xxx")
 
 
 def test_nobody_at_work_is_a_stall_of_the_runner(tmp_path: Path) -> None:
@@ -260,6 +317,29 @@ def test_a_second_signal_ends_what_cannot_hear_it(tmp_path: Path) -> None:
     assert code == 1
     assert "the run was stopped and did not end within 1 s; it is killed" in err
     assert "in <module>" in script.log.read_text()
+
+
+def test_a_run_whose_watchdog_was_killed_goes_on_and_says_so(tmp_path: Path) -> None:
+    script = Script(
+        tmp_path,
+        """
+        with stop.listening(), watched(["a"], stop, 1, folder):
+            stop.finishing("step 1")
+            ready()
+            while not stop.asked: time.sleep(0.1)
+        print("well")
+        """,
+    )
+    os.kill(script.children[0], signal.SIGKILL)
+    time.sleep(0.5)
+    code, out, err = script.send(signal.SIGINT).end()
+    assert (code, out) == (0, "well\n")
+    told = "the process of the watchdog has ended; the run goes on, but nobody sees it if a node makes no progress"
+    assert [line for line in err.splitlines() if line] == [
+        told,  # by the log, of which this script has no file
+        told,
+        "SIGINT: stops after step 1; once more stops at once",
+    ]
 
 
 def test_the_log_that_is_gone_is_told_on_the_terminal(tmp_path: Path) -> None:

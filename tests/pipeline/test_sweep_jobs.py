@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.progress import ECHO_S
 from pipeline.sweep.board import Board
 from pipeline.sweep.jobs import LOG, RECORD, Job, last_metrics, run_all
 from pipeline.sweep.stop import Owner, Stop
@@ -64,7 +65,7 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
         while not (tmp_path / "0" / RECORD).exists():
             time.sleep(0.01)
         stop.note(signal.SIGINT)
-        stop.note(signal.SIGINT)
+        stop.note(signal.SIGTERM)
 
     thread = threading.Thread(target=press_twice)
     thread.start()
@@ -82,6 +83,17 @@ def test_a_stop_reaches_other_processes(tmp_path: Path) -> None:
     assert ours.signals == theirs.signals == [signal.SIGTERM]
     ours.note(signal.SIGINT)
     assert theirs.signals == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_one_wish_may_come_as_two_signals(tmp_path: Path) -> None:
+    """timeout(1) sends its signal to the program, and then to its whole group."""
+    stop = Stop(tmp_path)
+    stop.note(signal.SIGTERM)
+    stop.note(signal.SIGTERM)
+    assert stop.signals == [signal.SIGTERM]
+    time.sleep(2 * ECHO_S)
+    stop.note(signal.SIGTERM)
+    assert stop.signals == [signal.SIGTERM, signal.SIGTERM]
 
 
 def test_a_stop_works_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pipeline.config import CommandLine
 from pipeline.errors import Problem
 from pipeline.plan import Plan
 from pipeline.sweep.lanes import Lanes
-from pipeline.sweep.points import expand
+from pipeline.sweep.points import _hide_secrets, expand
 from tests.pipeline.conftest import toy_line
 
 
@@ -220,3 +220,13 @@ def test_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lanes_that_cannot_be(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert len(list(lanes.problems())) == 1
+
+
+def test_secrets_do_not_stay_in_what_hydra_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "sk-planted-secret")
+    saved = tmp_path / "multirun.yaml"
+    saved.write_text("hydra: {overrides: {task: ['learner.text=sk-planted-secret', 'seed=0,1']}}\n")
+    _hide_secrets(saved)
+    assert saved.read_text() == "hydra: {overrides: {task: ['learner.text=${oc.env:HF_TOKEN}', 'seed=0,1']}}\n"
+    _hide_secrets(tmp_path / "none.yaml")
+    assert [p.name for p in tmp_path.iterdir()] == ["multirun.yaml"]

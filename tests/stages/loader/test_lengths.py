@@ -6,17 +6,20 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline import progress
 from pipeline.metrics import summarise
+from pipeline.progress import Board
 from stages.loader import lengths
 from stages.loader.file_loader import FileLoader
-from stages.loader.length_file import BLOCK
+from stages.loader.length_file import BLOCK, LengthFile
+from stages.loader.lengths import Counter, count_missing
 from stages.loader.rows import DataError
 from stages.model.hf import HfModel, HfModelConfig
 from tests.loader_files import FORMATS, PLAIN, Format, answers, numbered
@@ -356,3 +359,21 @@ def test_no_glob_takes_counts_for_data(opened: Opened, tmp_path: Path) -> None:
     for _ in range(2):
         loader = opened(MAPPED, tmp_path / "data" / "*", batch_size=0, max_prompt_tokens=8)
         assert len(loader.run()) == 9
+
+
+class Ones(Counter):
+    def count(self, rows: Sequence[int]) -> np.ndarray:
+        return np.ones(len(rows), np.int32)
+
+    def why(self, row: int) -> str:
+        return ""
+
+
+def test_counting_is_progress() -> None:
+    """Where all is counted at the start, it may take longer than run.stall_s."""
+    board, file = Board(["loader"]), LengthFile.in_memory(bytes(16), bytes(16), 3 * BLOCK)
+    with progress.shown(board), progress.working("loader", "open", 0):
+        count_missing(Ones(), file, range(3 * BLOCK))
+        assert board.lines()[0].beats == (3, 0)
+    board.close()
+    file.close()
