@@ -228,7 +228,7 @@ def test_the_terminal_tells_the_story(ended: Ended, run_dir: Path):
     steps, out = lines(run_dir / "metrics.jsonl"), ended.out
     before, after = (steps[i]["eval/accuracy"] for i in (0, -1))
 
-    assert "forward   loader -> tokenizer_cache -> rollout -> reward -> trainer -> critic -> advantage" in out
+    assert out.startswith(f"plan of 'ppo': {STEPS} steps on cpu\n\nloader\n└─ tokenizer_cache\n   └─ rollout\n")
     assert f"step {STEPS}/{STEPS}  reward {steps[-1]['reward/mean']:.3f}" in out
     assert f"held-out accuracy: {before:.3f} before, {after:.3f} after {STEPS} steps" in out
     samples = [r for r in lines(run_dir / "rollouts.jsonl") if r["purpose"] == "eval"]

@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipeline.progress import ECHO_S
 from tests.e2e.commands import OWN, ROOT, SMALL, Ended, Run, lines, run, steps_done
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -78,6 +80,7 @@ def twice(folder: Path) -> Ended:
     started = busy(folder, "double", "stream", "runner=overlap", "placement.double=process")
     told = started.send(signal.SIGINT, group=True)
     told.until(lambda: "once more" in (folder / "err.txt").read_text(), "what the first signal does")
+    time.sleep(2 * ECHO_S)  # sooner it would count as the same wish
     return told.send(signal.SIGINT, group=True).end()
 
 
