@@ -46,7 +46,7 @@ def test_facts_are_those_of_the_config(tiny_model: Path) -> None:
     assert facts["vocab_size"] == config["vocab_size"]
     assert facts["hidden_size"] == config["hidden_size"]
     assert facts["layers"] == config["num_hidden_layers"]
-    assert facts["chat_template"] is False
+    assert facts["chat_template"] is True  # the one of data/base, which joins what was said
 
 
 def test_a_chat_template_is_seen_at_plan_time(tmp_path: Path) -> None:
