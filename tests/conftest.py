@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,17 @@ import pytest
 from pipeline.context import Context
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+# Under nohup, or in the background of a script, signals are ignored, and programs that are started inherit that.
+# Tests of how a run ends need what a user's terminal gives.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 @pytest.fixture(scope="session")

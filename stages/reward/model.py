@@ -239,7 +239,7 @@ class OwnTokens:
         _, found, end = text.rpartition(mark)
         if not found:
             raise ValueError("the chat template changes an assistant's message; set close_turn=false")
-        return self._tokenizer(end, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._tokenizer(end, add_special_tokens=False, verbose=False)["input_ids"] if end else []
 
 
 class Classifier:
