@@ -1,6 +1,6 @@
 # Two commands are all the set-up: `make run` and `make test`. ARGS="..." passes overrides, or pytest's options.
 #   make run ARGS="pipeline=grpo reward.target=reverse"
-#   make bench BENCH=loader ARGS="rows=12000"          (BENCH: learning, loader, token_cache, data_path)
+#   make bench BENCH=loader ARGS="rows=12000"          (BENCH: learning, loader, token_cache, data_path, planning)
 # TORCH_INDEX names an index that serves the CPU build of torch; without it pip's own configuration decides.
 
 PYTHON ?= python3

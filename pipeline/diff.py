@@ -12,6 +12,7 @@ from typing import Any
 from pipeline import quoting
 from pipeline.config import CommandLine, Mode, PlanSettings, RootConfig
 from pipeline.errors import PlanError, Problem, listed
+from pipeline.metrics import steps_of
 
 Change = tuple[Any, Any]
 """A value in `a` and in `b`; ABSENT where one has none."""
@@ -130,13 +131,7 @@ def _flat(where: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _last_metrics(folder: Path, is_run: bool) -> dict[str, Any]:
     """The last value of each metric, for not every step has all; {} of a plan, and of a run that made no step."""
-    file = folder / "metrics.jsonl"
-    last: dict[str, Any] = {}
-    if is_run and file.is_file():
-        for line in file.read_text("utf-8").splitlines():
-            if line.endswith("}"):  # the last line of a run that was killed may be cut
-                last |= json.loads(line)
-    return last
+    return {name: value for step in steps_of(folder) for name, value in step.items()} if is_run else {}
 
 
 # -- showing -------------------------------------------------------------------------------------------------

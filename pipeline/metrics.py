@@ -121,6 +121,20 @@ class JsonLines:
         self._file.close()
 
 
+METRICS = "metrics.jsonl"
+"""Name of the file in a run directory that holds an object a step."""
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of each step that was finished, with step 0 (before the first); [] if there is no file.
+
+    A last line that is cut short, as kill -9 may leave one, is left out.
+    """
+    file = run_dir / METRICS
+    lines = file.read_text("utf-8").split("\n") if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 def finite(value: Any) -> Any:
     """The same with NaN and infinity as None, which is what JSON can say, and NumPy scalars as Python's."""
     if isinstance(value, Mapping):

@@ -277,6 +277,18 @@ def _start(name: str, fd: int, out: Any, threads: int) -> subprocess.Popen[bytes
     )
 
 
+def started(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot (proc(5), field 22 of stat): numbers come again, pairs do not.
+
+    None if there is no such process, or only a zombie.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -18,7 +18,7 @@ from pipeline.disk import ROOM, DiskError, room, write_whole, writing
 from pipeline.errors import StageError
 from pipeline.kept import keep
 from pipeline.machine import cuda
-from pipeline.metrics import JsonLines, Meter, summarise
+from pipeline.metrics import METRICS, JsonLines, Meter, summarise
 from pipeline.placement import place
 from pipeline.plan import Plan, has_cuda
 from pipeline.process import said
@@ -56,7 +56,7 @@ class Program:
         device = self._device = ("cuda" if has_cuda() else "cpu") if run.device is Device.auto else run.device.value
         with ExitStack() as closing:  # leaves what is open to __exit__ if all goes well, else closes it
             closing.callback(self._log_unclosed)
-            self._metrics = JsonLines(self.run_dir / "metrics.jsonl")
+            self._metrics = JsonLines(self.run_dir / METRICS)
             closing.callback(self._metrics.close)
             closing.push(self._close_tracker)
             with self.blame("runner"):

@@ -24,11 +24,12 @@ from typing import Self
 
 import numpy as np
 
+from pipeline.process import started
 from stages.locks import FileLock, ThreadLock
 from stages.memory import free_memory, show_bytes
 from stages.ring import SMALLEST, BadRing, Ring, entry_bytes, format_ring
 
-__all__ = ["HANDLE", "SMALLEST", "Arena", "BadRing", "Handle", "NoRoom", "entry_bytes", "started"]
+__all__ = ["HANDLE", "SMALLEST", "Arena", "BadRing", "Handle", "NoRoom", "entry_bytes"]
 log = logging.getLogger(__name__)
 
 HANDLE = "tokens.arena.json"
@@ -48,15 +49,6 @@ class Handle:
     started: int
     fd: int
     job: str
-
-
-def started(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None if there is none (proc(5), field 22 of stat)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 class Arena:

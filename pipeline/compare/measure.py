@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -84,13 +82,6 @@ def in_order(metrics: Sequence[str]) -> list[str]:
     place = {m: i for i, m in enumerate(MEASURES)}
     found = [(place[of[0]], i, name) for i, name in enumerate(dict.fromkeys(metrics)) if (of := measure_of(name))]
     return [name for *_, name in sorted(found)]
-
-
-def steps(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of each step that was finished, with step 0 (before the first), and without a line cut short."""
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def values(metrics: Sequence[Mapping[str, Any]], warmup: int) -> dict[str, list[float]]:

@@ -19,7 +19,7 @@ from pipeline.compare.drift import Drift, drift, rollouts
 from pipeline.compare.measure import OTHERS, SECONDS, Against, Summary, against, in_order, measure_of, summary
 from pipeline.config import CompareSettings
 from pipeline.disk import write_whole
-from pipeline.metrics import finite
+from pipeline.metrics import finite, steps_of
 from pipeline.sweep.jobs import LOG, RECORD
 
 SPREAD = "quartiles over the counted steps of all repeats (of a measure with one value a run: over the repeats)"
@@ -62,7 +62,7 @@ def read(repeat: int, folder: Path, others: float) -> Run | None:
         record = json.loads((folder / RECORD).read_text("utf-8"))
     except FileNotFoundError:
         return None
-    return Run(repeat, folder, record, measure.steps(folder), others)
+    return Run(repeat, folder, record, steps_of(folder), others)
 
 
 def _reason(log: str) -> str:

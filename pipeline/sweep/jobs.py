@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import redact
+from pipeline.metrics import METRICS
 from pipeline.process import die_with_parent
 from pipeline.sweep.stop import SIGNALS, Stop
 
@@ -137,7 +138,7 @@ def end_with_parent() -> None:
 def last_metrics(folder: Path) -> Metrics | None:
     """The metrics of the last step that a run has finished; None before the first."""
     try:
-        with (folder / "metrics.jsonl").open("rb") as f:
+        with (folder / METRICS).open("rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - 2**16))
             whole = f.read().rpartition(b"\n")[0]
     except FileNotFoundError:

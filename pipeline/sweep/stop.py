@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.process import die_with_parent
+from pipeline.process import die_with_parent, started
 from pipeline.progress import ECHO_S
 
 SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -29,21 +29,12 @@ class Owner:
     """The controlling process. `place` names its machine and its table of processes."""
 
     pid: int = field(default_factory=os.getpid)
-    started: str = field(default_factory=lambda: _started(os.getpid()) or "")
+    started: int | None = field(default_factory=lambda: started(os.getpid()))
     place: str = field(default_factory=lambda: _place())
 
     def gone(self) -> bool:
         """Whether it has ended. On another machine nobody knows: False."""
-        return self.place == _place() and _started(self.pid) != self.started
-
-
-def _started(pid: int) -> str | None:
-    """Start time in clock ticks (proc(5), field 22 of stat); None if there is no such process, or only a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+        return self.place == _place() and started(self.pid) != self.started
 
 
 def _place() -> str:

@@ -59,3 +59,9 @@ def test_data_path(root: Path, tmp_path: Path) -> None:
         assert last[f"first_step_s_digits_{way}"] > 0
         assert 0 < last[f"data_wait_ms_digits_{way}"] < last[f"step_ms_digits_{way}"]
         assert last[f"data_wait_sd_ms_digits_{way}"] >= 0
+
+
+def test_planning(root: Path, tmp_path: Path) -> None:
+    last = run(root, tmp_path, "planning", "repeats=1")
+    assert last["plan_s"] > last["hydra_s"] > 0
+    assert last["plan_cpu_s"] > 0

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.compare.drift import drift, rollouts
-from pipeline.compare.measure import MEASURES, Measure, Summary, against, in_order, measure_of, steps, summary, values
+from pipeline.compare.measure import MEASURES, Measure, Summary, against, in_order, measure_of, summary, values
 from pipeline.compare.words import change, spread
 from pipeline.kept import Column
+from pipeline.metrics import steps_of
 from pipeline.records import Ragged
 
 TIME = Measure("t", "t", "s", "lower")
@@ -59,8 +60,8 @@ def test_only_steps_after_the_warm_up_count_and_a_run_has_one_peak() -> None:
 
 def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "tim')
-    assert steps(tmp_path) == [{"step": 1}]
-    assert steps(tmp_path / "nowhere") == []
+    assert steps_of(tmp_path) == [{"step": 1}]
+    assert steps_of(tmp_path / "nowhere") == []
 
 
 def test_every_metric_of_the_pitch_is_shown_once_and_in_words() -> None:

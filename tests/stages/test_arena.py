@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.cache_stress import stress
-from pipeline.process import Child
-from stages.arena import HANDLE, SMALLEST, Arena, BadRing, Handle, NoRoom, entry_bytes, started
+from pipeline.process import Child, started
+from stages.arena import HANDLE, SMALLEST, Arena, BadRing, Handle, NoRoom, entry_bytes
 from stages.ring import HEADER, Ring, format_ring
 from tests.processes import shm_left, shm_names, wait_gone
 
